@@ -18,7 +18,6 @@ from forebay.events.fleet import (
     FleetEvent,
     IngressJoined,
     IngressLost,
-    OwnershipAnnounced,
     WorkerDraining,
     WorkerJoined,
     WorkerLost,
@@ -266,26 +265,6 @@ async def test_a_stale_snapshot_is_not_used(log: SqliteLog) -> None:
         assert len(system.decisions(SnapshotRecord)) == 2
         assert await newest_snapshot(log, 0, journal_end(log)) == before
         await new.stop()
-
-
-async def test_of_two_concurrent_starts_the_first_claim_wins(log: SqliteLog) -> None:
-    async with System(log).started(workers=2) as system:
-        send_all(system)
-        owners = [Owner(SharedLog(log), system.leases, settings()) for _ in range(2)]
-        started = await asyncio.gather(*(owner.start() for owner in owners), return_exceptions=True)
-        running = [asyncio.create_task(owner.run()) for owner, error in zip(owners, started, strict=True) if not error]
-        winner = min(owners, key=lambda owner: owner.journal.epoch)
-        await until(lambda: len(winner.world.fleet) == 2)
-        await winner.stop()
-        ended = await asyncio.gather(*running, return_exceptions=True)
-        lost = [error for error in (*started, *ended) if error is not None]
-        assert [type(error) for error in lost] == [OwnershipLost]
-        await winner.close()
-        for owner in owners:
-            owner.drop()
-        assert len(system.decisions(OwnerClaimed)) == 2
-        announced = [fact.owner_epoch for fact in system.events(FLEET, OwnershipAnnounced)]
-        assert winner.journal.epoch == max(announced)
 
 
 async def test_of_two_claims_after_the_same_owner_the_first_is_valid(log: SqliteLog) -> None:

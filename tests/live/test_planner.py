@@ -375,47 +375,26 @@ async def test_old_stale_decisions_are_not_refused_again(log: SqliteLog) -> None
 
 
 async def test_actuators_of_one_decision_reply_for_their_own_pools(log: SqliteLog) -> None:
+    """An actuator without a pool of the decision does nothing, and does not reply."""
     mine, other = RecordingActuator(), RecordingActuator(pools=frozenset({OTHER}))
+    idle = RecordingActuator(pools=frozenset({(GROUP, "third")}))
     other.fails = "no space left"
     first = decided(0, 1, 2, 6)
     second = msgspec.structs.replace(first.pools[0], pool=OTHER[1])
     both = msgspec.structs.replace(first, pools=(*first.pools, second))
     await append(log, claimed(), observed(0, 2))
-    async with actuating(log, mine), actuating(log, other):
+    async with actuating(log, idle), actuating(log, mine), actuating(log, other):
         await append(log, both)
         (reply,) = await until(log, ScalingApplied, 1)
         (refused,) = await until(log, ScalingRefused, 1)
         await append(log, msgspec.structs.replace(both, planner_epoch=9))
         stale = (await until(log, ScalingRefused, 3))[1:]
-    assert (mine.calls, other.calls) == ([{KEY: 6}], [{OTHER: 6}])
+    assert (mine.calls, other.calls, idle.calls) == ([{KEY: 6}], [{OTHER: 6}], [])
     assert [one.pool for one in reply.pools] == [POOL]
-    assert ([one.pool for one in refused.pools], refused.reason) == ([OTHER[1]], "failed")
-    assert {(one.reason, one.pools[0].pool) for one in stale} == {("stale", POOL), ("stale", OTHER[1])}
-
-
-async def test_an_actuator_without_a_pool_of_a_decision_does_not_reply(log: SqliteLog) -> None:
-    other = RecordingActuator(pools=frozenset({OTHER}))
-    await append(log, claimed(), observed(0, 2), decided(0, 1, 2, 6))
-    async with actuating(log, other), actuating(log, RecordingActuator()):
-        await until(log, ScalingApplied, 1)
-        await append(log, decided(9, 1, 2, 6))
-        await until(log, ScalingRefused, 1)
-        second = decided(0, 9, 1, 3)
-        await append(
-            log, msgspec.structs.replace(second, pools=(msgspec.structs.replace(second.pools[0], pool="other"),))
-        )
-        await until(log, ScalingApplied, 2)
-    assert other.calls == [{OTHER: 3}]
-    assert len(records(log, ScalingRefused)) == 1
-
-
-async def test_a_decision_that_cannot_be_executed_is_refused(log: SqliteLog) -> None:
-    actuator = RecordingActuator()
-    actuator.fails = "no space left"
-    await append(log, claimed(), observed(0, 2), decided(0, 1, 2, 6))
-    async with actuating(log, actuator):
-        (refused,) = await until(log, ScalingRefused, 1)
+    assert [one.pool for one in refused.pools] == [OTHER[1]]
     assert (refused.decision, refused.reason, refused.message) == (2, "failed", "no space left")
+    assert len(records(log, ScalingRefused)) == 3
+    assert {(one.reason, one.pools[0].pool) for one in stale} == {("stale", POOL), ("stale", OTHER[1])}
 
 
 async def test_a_partial_success_names_the_reached_size_and_the_cause(log: SqliteLog) -> None:
@@ -499,7 +478,7 @@ async def observing(log: Log, *pools: PoolScaling) -> AsyncIterator[Observed]:
 
 
 async def test_requests_and_workers_are_observed(log: SqliteLog) -> None:
-    async with served(log) as (system, _), observing(log) as observed:
+    async with served(log) as (system, _), observing(SharedLog(log)) as observed:
         idle = (await observed.until(lambda seen: seen))[-1]
         assert (idle.ready, idle.requests, idle.isl) == (2, 0, None)
         assert [one.worker_id for one in idle.workers] == ["w0", "w1"]
@@ -509,13 +488,16 @@ async def test_requests_and_workers_are_observed(log: SqliteLog) -> None:
         assert [one.osl for one in seen if one.osl] == [4]
         assert sum(one.ttft_ms is not None for one in seen) == 1
         assert sum(one.itl_ms is not None for one in seen) == 1
+        await system.stop_worker("w0")
+        await observed.until(lambda seen: [one.worker_id for one in seen[-1].workers] == ["w1"])
+        assert observed.seen[-1].ready == 1
         assert observed.observer.forgotten == observed.observer.undecodable == 0
 
 
 async def test_an_observer_that_starts_late_knows_the_workers_and_counts_only_new_requests(log: SqliteLog) -> None:
     async with served(log, *(f"r{number}" for number in range(8))) as (system, _):
         await eventually(lambda: system.decisions(SnapshotTaken))
-        async with observing(TrimmedLog(log, {FLEET.name: 2})) as observed:
+        async with observing(TrimmedLog(log, {FLEET.name: 2, METRICS.name: 1})) as observed:
             assert (await observed.until(lambda seen: seen))[-1].ready == 2
             await serve(system, "late")
             seen = await observed.until(lambda seen: any(one.osl for one in seen))
@@ -540,22 +522,6 @@ async def test_a_request_in_flight_at_the_start_has_no_time_to_first_token(unpro
         seen = await observed.until(lambda seen: any(one.osl for one in seen))
         assert [one.osl for one in seen if one.osl] == [9]
         assert not any(one.requests or one.ttft_ms is not None for one in seen)
-
-
-async def test_a_worker_that_leaves_is_no_longer_ready(log: SqliteLog) -> None:
-    async with served(log, "r") as (system, _), observing(log) as observed:
-        await observed.until(lambda seen: seen and seen[-1].ready == 2)
-        await system.stop_worker("w0")
-        seen = await observed.until(lambda seen: seen and seen[-1].ready == 1)
-        assert [one.worker_id for one in seen[-1].workers] == ["w1"]
-
-
-async def test_tails_that_fetch_over_a_network_are_followed(log: SqliteLog) -> None:
-    async with served(log, "r") as (system, _), observing(SharedLog(log)) as observed:
-        await observed.until(lambda seen: seen)
-        await serve(system, "late")
-        seen = await observed.until(lambda seen: any(one.osl for one in seen))
-        assert sum(one.requests for one in seen) == 1
 
 
 async def test_an_interval_that_was_not_followed_from_its_beginning_is_not_observed(log: SqliteLog) -> None:
@@ -600,11 +566,6 @@ async def test_a_log_without_the_beginning_of_the_fleet_is_refused(log: SqliteLo
     async with served(log):
         with pytest.raises(LogError, match="fleet/0 begins at offset 1"):
             await PoolObserver(TrimmedLog(log, {FLEET.name: 1}), (SERVED,)).run()
-
-
-async def test_topics_without_their_beginning_are_followed_from_what_is_left(log: SqliteLog) -> None:
-    async with served(log, "r"), observing(TrimmedLog(log, {METRICS.name: 1})) as observed:
-        assert (await observed.until(lambda seen: seen))[-1].ready == 2
 
 
 async def test_a_log_that_fails_ends_the_observer(log: SqliteLog) -> None:

@@ -211,16 +211,6 @@ async def test_an_owner_dies_between_two_decisions_of_one_event(log: SqliteLog) 
     assert [one.attempt for one in events[-len(moved) :]] == [2] * len(moved)
 
 
-async def test_a_takeover_does_not_disturb_a_shadow(log: SqliteLog) -> None:
-    async with System(log).started(workers=2) as system, running(log, shadow_of(SharedLog(log))) as shadow:
-        await serve_unsealed(system, "a", "b")
-        async with system.owned() as owner:
-            await serve(system, owner, "c")
-        await until(lambda: shadow.statistics.decisions == 3)
-    await require_each_once(log)
-    assert all(one.agrees for one in published(log))
-
-
 # Restarts
 
 

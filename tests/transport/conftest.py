@@ -1,10 +1,9 @@
 """Fixtures and helpers: SQLite logs, and leases on the embedded Redis and on a real one if installed."""
 
-import asyncio
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import fakeredis
@@ -28,13 +27,6 @@ class Wakes:
 
     def set(self) -> None:
         self.count += 1
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Yield to the event loop until the condition holds."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - conditions are about the log
-            await asyncio.sleep(0.001)
 
 
 def drafts(count: int, topic: str = "topic", partition: int = 0, first: int = 0) -> list[Draft]:

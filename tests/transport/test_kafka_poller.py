@@ -121,13 +121,6 @@ async def test_each_broker_gets_one_poll_of_its_partitions(poller: Poller, wire:
     assert await wire.settled()
 
 
-async def test_records_before_the_position_are_left_out(poller: Poller, wire: FakeWire) -> None:
-    poller.seek(A, 2)
-    (await wire.next_request()).respond({A: batch(0, 4)})
-    assert (await wire.next_request()).offsets == {A: 4}
-    assert wire.offsets(A) == [2, 3]
-
-
 async def test_an_added_partition_is_fetched_until_a_poll_includes_it(poller: Poller, wire: FakeWire) -> None:
     poller.seek(A, 0)
     poll = await wire.next_request()
@@ -301,11 +294,16 @@ async def test_a_gap_is_passed_on_in_parts(poller: Poller, wire: FakeWire, monke
     assert max(len(records) for _, records in wire.runs) == 100
 
 
-async def test_a_gap_over_the_limit_is_skipped(poller: Poller, wire: FakeWire) -> None:
-    poller.seek(A, 0)
-    (await wire.next_request()).respond({A: batch(GAP_RECORDS_MAX + 1, 1)})
-    assert (await wire.next_request()).offsets == {A: GAP_RECORDS_MAX + 2}
-    assert wire.offsets(A) == [GAP_RECORDS_MAX + 1]
+@pytest.mark.parametrize(
+    ("first", "count", "received"), [(0, 4, [2, 3]), (GAP_RECORDS_MAX + 3, 1, [GAP_RECORDS_MAX + 3])]
+)
+async def test_records_before_the_position_and_a_gap_over_the_limit_are_skipped(
+    poller: Poller, wire: FakeWire, first: int, count: int, received: list[int]
+) -> None:
+    poller.seek(A, 2)
+    (await wire.next_request()).respond({A: batch(first, count)})
+    assert (await wire.next_request()).offsets == {A: received[-1] + 1}
+    assert wire.offsets(A) == received
 
 
 @pytest.mark.parametrize("error", [UnknownError(), ReplicaNotAvailableError()])
@@ -340,9 +338,11 @@ async def test_a_final_error_ends_all_polls_once(poller: Poller, wire: FakeWire)
     assert await wire.settled()
 
 
-async def test_a_rejected_request_ends_all_polls(poller: Poller, wire: FakeWire) -> None:
+@pytest.mark.parametrize("error", [UnsupportedVersionError(), ValueError("the response cannot be decoded")])
+async def test_a_rejected_request_and_an_unexpected_error_end_all_polls(
+    poller: Poller, wire: FakeWire, error: Exception
+) -> None:
     poller.seek(A, 0)
-    error = UnsupportedVersionError()
     (await wire.next_request()).response.set_exception(error)
     assert await wire.settled()
     assert wire.errors == [error]
@@ -378,14 +378,6 @@ async def test_missing_records_are_an_error_at_the_position_only(poller: Poller,
     poll.respond({A: OffsetOutOfRangeError()})
     assert await wire.settled()
     assert [error.args for error in wire.errors] == [({A: 3},)]
-
-
-async def test_an_unexpected_error_is_reported(poller: Poller, wire: FakeWire) -> None:
-    poller.seek(A, 0)
-    error = ValueError("the response cannot be decoded")
-    (await wire.next_request()).response.set_exception(error)
-    assert await wire.settled()
-    assert wire.errors == [error]
 
 
 async def test_stop_ends_requests(poller: Poller, wire: FakeWire) -> None:

@@ -130,11 +130,16 @@ async def result(task: asyncio.Task[int]) -> int:
         return await task
 
 
+async def served(producer: Producer, wire: FakeWire, place: TopicPartition, *values: bytes) -> int:
+    """Append values that the broker accepts, and return the offset of the first one."""
+    task = append(producer, place, *values)
+    (await wire.next_request()).serve()
+    return await result(task)
+
+
 async def test_offsets_and_sequence_numbers_follow_the_appends(producer: Producer, wire: FakeWire) -> None:
     for number, offset in enumerate((0, 2, 4)):
-        task = append(producer, A, b"%d" % number, b"x")
-        (await wire.next_request()).serve()
-        assert await result(task) == offset
+        assert await served(producer, wire, A, b"%d" % number, b"x") == offset
     assert wire.cluster.values[A] == [b"0", b"x", b"1", b"x", b"2", b"x"]
 
 
@@ -250,10 +255,8 @@ async def test_a_rejected_batch_fails_its_append_only(producer: Producer, wire: 
     with pytest.raises(TopicAuthorizationFailedError, match=r"n\.requests"):
         await result(tasks[0])
     assert await result(tasks[1]) == 0
-    later = append(producer, A, b"3")
-    (await wire.next_request()).serve()
     with pytest.raises(OutOfOrderSequenceNumber):
-        await result(later)
+        await served(producer, wire, A, b"3")
     assert A not in wire.cluster.values
 
 
@@ -262,9 +265,7 @@ async def test_an_unexpected_error_fails_the_appends(producer: Producer, wire: F
     (await wire.next_request()).response.set_exception(ValueError("the response cannot be decoded"))
     with pytest.raises(KafkaError, match="ValueError: the response cannot be decoded"):
         await result(task)
-    other = append(producer, B, b"2")
-    (await wire.next_request()).serve()
-    assert await result(other) == 0
+    assert await served(producer, wire, B, b"2") == 0
 
 
 @pytest.mark.parametrize("way", ["served", "lost", "lost after append", "wrong leader"])
@@ -309,9 +310,7 @@ async def test_a_cancelled_append_is_sent_also_if_it_waits(producer: Producer, w
 async def test_an_append_that_cannot_be_encoded_leaves_no_gap(producer: Producer, wire: FakeWire) -> None:
     with pytest.raises(UnicodeEncodeError):
         await producer.append(A, [(Draft("requests", 0, b"v", None, {"name": "\ud800"}), 1)], 1)
-    task = append(producer, A, b"1")
-    (await wire.next_request()).serve()
-    assert await result(task) == 0
+    assert await served(producer, wire, A, b"1") == 0
 
 
 async def test_sequence_numbers_begin_again_after_the_last_one(
@@ -320,9 +319,7 @@ async def test_sequence_numbers_begin_again_after_the_last_one(
     assert module.SEQUENCES == 2**31  # as many as the field of the batch format has
     monkeypatch.setattr(module, "SEQUENCES", 5)
     for offset in (0, 3, 6):
-        task = append(producer, A, b"1", b"2", b"3")
-        (await wire.next_request()).serve()
-        assert await result(task) == offset
+        assert await served(producer, wire, A, b"1", b"2", b"3") == offset
     assert wire.cluster.next[A] == 4
 
 
@@ -340,9 +337,7 @@ async def test_a_request_is_bounded(producer: Producer, wire: FakeWire, monkeypa
 
 async def test_only_large_batches_are_compressed(producer: Producer, wire: FakeWire) -> None:
     for size in (COMPRESSED_BYTES_MIN - 1, COMPRESSED_BYTES_MIN):
-        task = append(producer, A, bytes(size))
-        (await wire.next_request()).serve()
-        await result(task)
+        await served(producer, wire, A, bytes(size))
     assert wire.cluster.codecs == [module.NO_CODEC, module.SNAPPY]
 
 

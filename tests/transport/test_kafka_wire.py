@@ -158,11 +158,17 @@ async def require_served(broker: Broker, wire: Wire) -> None:
 FETCHED = [Fetched(A, None, 7, b"batch"), Fetched(B, None, 5, b"")]
 
 
-async def test_the_results_of_a_produce_request_are_returned_by_partition(broker: Broker, wire: Wire) -> None:
+@pytest.mark.parametrize("version", [8, 7])
+async def test_the_results_of_a_produce_request_are_returned_by_partition(
+    broker: Broker, wire: Wire, version: int
+) -> None:
+    """An older broker gets an older request."""
+    broker.versions[PRODUCE] = (0, version)
     producing = produce(wire)
     request = await broker.next()
-    assert (request.key, request.version) == (PRODUCE, 8)
-    request.respond(produced(0, NOT_LEADER))
+    assert (request.key, request.version) == (PRODUCE, version)
+    old = ProduceResponse_v7([(TOPIC, [(0, 0, 10, -1, 0), (1, NOT_LEADER, -1, -1, 0)])], 0).encode()
+    request.respond(produced(0, NOT_LEADER) if version == 8 else old)
     results = await producing
     assert results[A] == 10
     assert isinstance(results[B], NotLeaderForPartitionError)
@@ -196,15 +202,6 @@ async def test_a_broker_with_tls_gets_the_same_requests(tmp_path: Path) -> None:
         assert (await fetching)[0].data == large
         await wire.close()
         broker.disconnect()
-
-
-async def test_an_older_broker_gets_an_older_produce_request(broker: Broker, wire: Wire) -> None:
-    broker.versions[PRODUCE] = (0, 7)
-    producing = produce(wire)
-    request = await broker.next()
-    assert (request.key, request.version) == (PRODUCE, 7)
-    request.respond(ProduceResponse_v7([(TOPIC, [(0, 0, 10, -1, 0)])], 0).encode())
-    assert await producing == {A: 10}
 
 
 async def test_a_broker_without_a_supported_version_is_reported(broker: Broker, wire: Wire) -> None:
@@ -248,9 +245,7 @@ async def test_a_response_may_arrive_in_pieces_and_together_with_the_next(broker
 
 async def test_requests_of_a_channel_share_a_connection(broker: Broker, wire: Wire) -> None:
     for _ in range(3):
-        fetching = fetch(wire)
-        (await broker.next()).respond(records())
-        await fetching
+        await require_served(broker, wire)
     connections = broker.connections
     producing = produce(wire)
     (await broker.next()).respond(produced(0))

@@ -122,38 +122,6 @@ async def test_a_wake_shared_by_tails_is_set_once_per_commit(log: SqliteLog) -> 
     assert [numbers(drain(tail)) for tail in tails] == [[0, 1], [], [0, 1]]
 
 
-async def test_a_waiter_on_a_tail_is_woken(log: SqliteLog) -> None:
-    wake = asyncio.Event()
-    tail = log.tail("topic", 0, 0, wake)
-
-    async def follow() -> list[int]:
-        found: list[int] = []
-        while len(found) < 100:
-            if not len(tail):
-                wake.clear()
-                await wake.wait()
-            found += numbers(tail.take(7))
-        return found
-
-    following = asyncio.create_task(follow())
-    for first in range(0, 100, 10):
-        await log.append(drafts(10, first=first))
-    assert await following == list(range(100))
-
-
-async def test_a_lagging_tail_misses_nothing(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite_tail, "TAIL_RECORDS_MAX", 3)
-    wake = Wakes()
-    lagging, quick = log.tail("topic", 0, 0, wake), log.tail("topic", 0, 0, wake)
-    seen: list[int] = []
-    for number in range(10):
-        await log.append(drafts(1, first=number))
-        seen += numbers(drain(quick))
-    assert seen == numbers(drain(lagging, 4)) == list(range(10))
-    await log.append(drafts(1, first=10))
-    assert numbers(drain(lagging)) == [10]
-
-
 async def test_a_closed_log_raises(log: SqliteLog) -> None:
     await log.append(drafts(1))
     log.close()

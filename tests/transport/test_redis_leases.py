@@ -13,7 +13,7 @@ from redis.retry import Retry
 
 from forebay.transport.base import LeaseError
 from forebay.transport.redis.leases import KEPT_TTLS, RedisLeases, embedded_leases
-from tests.transport.conftest import until
+from tests.system import until
 
 GROUP = "model"
 LONG_MS = 60_000

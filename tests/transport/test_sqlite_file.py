@@ -473,15 +473,6 @@ async def test_a_long_read_in_another_connection_delays_commits_briefly(
     assert writer.wal_bytes() < LARGE // 2
 
 
-async def test_a_failed_checkpoint_is_reported_by_the_next_step(writer: Writer, path: Path) -> None:
-    make_unopenable(path)
-    writer.commit(LARGE)
-    writer.step()
-    await writer.finished.wait()
-    with pytest.raises(sqlite3.Error):
-        writer.step()
-
-
 async def test_a_failed_checkpoint_fails_the_log(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite_checkpoint, "CHECKPOINT_BYTES", SMALL)
     log = SqliteLog.open(path)
