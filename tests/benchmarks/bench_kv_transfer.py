@@ -1,4 +1,4 @@
-"""Compare KV transfers by our layer with NIXL alone and memmove, on the same lists of blocks.
+"""Compare KV transfers by our layer with NIXL alone, on the same lists of blocks.
 
 The holder is a separate process. Every round measures all sides once, in changing order, so that other load affects all
 of them. The ratios are those of the best rounds, medians within a round, and medians of the CPU time of all reader
@@ -8,7 +8,6 @@ lists, posted, polled and released.
 
 import argparse
 import asyncio
-import ctypes
 import multiprocessing
 import os
 import statistics
@@ -26,7 +25,7 @@ from forebay.workers.kv_transfer.api import NIXL, Offer
 from forebay.workers.kv_transfer.descriptor import BlockLocation, decode_location, slots_of
 from forebay.workers.kv_transfer.memory import Arena
 from forebay.workers.kv_transfer.nixl_agent import open_agent
-from forebay.workers.kv_transfer.nixl_thread import FETCHED, LocalAgent, Peers, Read, notify
+from forebay.workers.kv_transfer.nixl_thread import LocalAgent, Peers
 from forebay.workers.kv_transfer.transport import KvTransport, open_transport
 
 CASES = ((16 << 10, 1000), (64 << 10, 256), (1 << 20, 16), (16 << 10, 16), (64 << 10, 2048), (1 << 20, 128))
@@ -97,7 +96,7 @@ def prefilled(offer: Offer) -> Prefilled:
 
 
 class Raw:
-    """NIXL by hand, and our reads without their thread, with a separate agent and memory."""
+    """NIXL by hand, with a separate agent and memory."""
 
     def __init__(self, block_bytes: int, blocks: int, place: BlockLocation) -> None:
         self.agent = open_agent("raw@1")
@@ -116,19 +115,6 @@ class Raw:
         while state == "PROC":
             state = self.agent.check_xfer_state(handle)
         self.agent.release_xfer_handle(handle)
-
-    def steps(self, place: BlockLocation) -> None:
-        """Transfer the list by the steps of our thread."""
-        for _ in Read(place, self.theirs, self.ours, notify=True).steps(self.here, self.peers):
-            pass
-        notify(self.agent, place, FETCHED)
-
-    def memmove(self) -> None:
-        """Copy as many bytes, block by block, within this process."""
-        size = self.arena.block_bytes
-        rows = [self.arena.address + int(slot) * size for slot in self.ours]
-        for start, end in zip(rows, reversed(rows), strict=True):
-            ctypes.memmove(end, start, size)
 
 
 async def measured(act: Callable[[], Any]) -> tuple[float, float]:
@@ -150,13 +136,10 @@ async def case(block_bytes: int, blocks: int, rounds: int) -> dict[str, list[flo
     with holder(block_bytes, blocks) as offers:
         raw = Raw(block_bytes, blocks, decode_location(offers(1)[0], block_bytes))
         for number in range(rounds + 2):
-            one, other, *many = offers(2 + TOGETHER)
-            other_place = decode_location(other, block_bytes)
+            one, *many = offers(1 + TOGETHER)
             sides: list[tuple[str, Callable[[], Any]]] = [
-                ("memmove", raw.memmove),
                 ("nixl", raw.nixl),
-                ("steps", lambda: raw.steps(other_place)),  # noqa: B023 - called in this round
-                ("fetch", lambda: nixl.fetch(one, 0, into)),  # noqa: B023
+                ("fetch", lambda: nixl.fetch(one, 0, into)),  # noqa: B023 - called in this round
                 ("fetch x4", lambda: together(nixl, many, apart)),  # noqa: B023
             ]
             for side, act in sides[number % len(sides) :] + sides[: number % len(sides)]:
@@ -195,8 +178,8 @@ def row(block_bytes: int, blocks: int, taken: dict[str, list[float]]) -> str:
         cpu = statistics.median(taken["nixl, CPU"]) / statistics.median(taken[f"{side}, CPU"])
         return f"{min(taken['nixl']) / min(taken[side]):.2f}, {statistics.median(pairs):.2f}, {cpu:.2f}"
 
-    cells = [cell(side) for side in ("memmove", "nixl", "fetch", "fetch x4")]
-    ratios = [ratio(side) for side in ("steps", "fetch", "fetch x4")]
+    cells = [cell(side) for side in ("nixl", "fetch", "fetch x4")]
+    ratios = [ratio(side) for side in ("fetch", "fetch x4")]
     return f"| {blocks} x {block_bytes >> 10} KiB | {' | '.join(cells + ratios)} |"
 
 
@@ -207,7 +190,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     print(f"load {os.getloadavg()}, UCX_TLS={os.environ.get('UCX_TLS', '')}, {args.rounds} rounds")
-    print("| list | memmove | NIXL | fetch | 4 fetches | steps/NIXL | fetch/NIXL | 4 fetches/NIXL |")
-    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    print("| list | NIXL | fetch | 4 fetches | fetch/NIXL | 4 fetches/NIXL |")
+    print("|---|---:|---:|---:|---:|---:|")
     for block_bytes, blocks in CASES:
         print(row(block_bytes, blocks, uvloop.run(case(block_bytes, blocks, args.rounds))), flush=True)

@@ -5,13 +5,10 @@ closes the files. A write creates new files, in as many folders as a store has. 
 changing order, so that other load affects all of them. A ratio is the median over the rounds of the time of NIXL alone
 divided by the time of the side. The second ratio is that of the CPU time of all threads, which other load does not
 change.
-
-With --s3, it also measures a store in a bucket of moto, which is the limit there.
 """
 
 import argparse
 import contextlib
-import logging
 import os
 import statistics
 import tempfile
@@ -27,12 +24,10 @@ from forebay.workers.kv_tiers import block_format
 from forebay.workers.kv_tiers.block_store import BlockStore
 from forebay.workers.kv_tiers.disk import DirectoryStore
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
-from forebay.workers.kv_tiers.object_store import ObjectStore
 from forebay.workers.kv_tiers.settings import IoKind
 from forebay.workers.kv_transfer.nixl_agent import load_nixl
 
 CASES = ((64, 1 << 20), (256, 128 << 10), (16, 8 << 20))
-BUCKET_CASE = (16, 1 << 20)
 DEADLINE_S = 60.0
 WARM_UP = 2  # rounds that touch memory and load code
 SIDES = ("nixl", "store", "store, no checksum", "plain store", "plain store, no checksum")
@@ -184,33 +179,11 @@ def row(blocks: Blocks, operation: str, taken: dict[tuple[str, str], list[tuple[
     return f"| {operation.lower()} | {blocks.count} x {blocks.size >> 10} KiB | {' | '.join(cells)} |"
 
 
-def bucket_rows(rounds: int) -> Iterator[str]:
-    """Yield lines of a table: MB/s of writes and reads of a bucket of moto, in the median round."""
-    from tests.workers.kv_tiers.buckets import BUCKET, KEYS, moto  # noqa: PLC0415 - moto takes seconds to import
-
-    logging.disable(logging.WARNING)  # moto logs every request
-    os.environ.update(KEYS)
-    blocks = Blocks(*BUCKET_CASE)
-    with moto() as endpoint:
-        for io in ("nixl", "plain"):
-            store = ObjectStore(
-                f"s3://{BUCKET}/{io}", identity_of(blocks), quota_bytes=1 << 50, io=io, endpoint=endpoint
-            )
-            speeds = []
-            for operation in ("WRITE", "READ"):
-                acts = (act(store, operation, blocks.names(number), blocks) for number in range(rounds))
-                times = [measured(one)[0] for one in acts]
-                speeds.append(f"{blocks.count * blocks.size / statistics.median(times) / 1e6:.0f}")
-            store.close()
-            yield f"| {io} | {blocks.count} x {blocks.size >> 10} KiB | {' | '.join(speeds)} |"
-
-
 def main() -> None:
     """Print a Markdown table."""
     parser = argparse.ArgumentParser(prog="tiers", description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--folder", type=Path, help="existing folder on the disk to measure")
-    parser.add_argument("--s3", action="store_true", help="also measure a bucket of moto")
     args = parser.parse_args()
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     print(f"load {os.getloadavg()}, {args.rounds} rounds; GB/s, ratio to NIXL alone, ratio of CPU time")
@@ -222,7 +195,3 @@ def main() -> None:
             taken = case(Path(folder), blocks, args.rounds)
         for operation in ("WRITE", "READ"):
             print(row(blocks, operation, taken), flush=True)
-    if args.s3:
-        print("\n| bucket of moto | objects | write MB/s | read MB/s |\n|---|---|---:|---:|")
-        for line in bucket_rows(args.rounds):
-            print(line, flush=True)
