@@ -135,12 +135,6 @@ async def test_a_stop_string_across_tokens_truncates_and_cancels(scene: Scene, s
     assert (await scene.cancelled()).request_id == name
 
 
-async def test_text_buffered_for_a_stop_string_is_sent_at_the_end(scene: Scene) -> None:
-    pending, name = await started(scene, chat(stop="water and stone"))
-    scene.reply(name, "cold water and")
-    assert text_of(await pending) == "cold water and"
-
-
 async def test_a_later_attempt_never_repeats_a_token(scene: Scene) -> None:
     tokens = scene.model.encode(RIVER)
     pending, name = await started(scene, chat(stream=True))

@@ -5,10 +5,9 @@ import copy
 import importlib.util
 import json
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
+import httpx
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -22,7 +21,7 @@ from forebay.ingress.parsers.composer import OutputPlan
 from forebay.ingress.parsers.deltas import OutputDelta, merge_deltas
 from forebay.ingress.parsers.parsers import call_ids
 from forebay.ingress.parsers.selection import ParseOptions, ParserFactory
-from tests.ingress.conftest import CHAT, NAME, Scene, chat, make_scene
+from tests.ingress.conftest import CHAT, HELLO, NAME, Scene, chat, error, make_scene
 
 MODEL = Model(DEFAULT_MODEL)
 CITY = {"city": "Paris"}
@@ -300,57 +299,48 @@ def test_random_calls_are_parsed_as_they_were_written(
         assert calls(whole(text, tool)) == output, tool
 
 
-class TestChoosing:
-    """Selection of parsers by name or by the chat template."""
-
-    @staticmethod
-    def model(tmp_path: Path, template: str) -> Model:
-        for name in ("tokenizer.json", "config.json"):
-            (tmp_path / name).write_bytes((DEFAULT_MODEL / name).read_bytes())
-        (tmp_path / "chat_template.jinja").write_text(template)
-        return Model(tmp_path)
-
-    @pytest.mark.parametrize(
-        ("template", "tool", "reasoning"),
-        [
-            ("{{ tools }}<tool_call></tool_call>", "hermes", ""),
-            ("<tool_call><function=x></tool_call></think>", "", "qwen3"),
-            ("<tool_call><arg_key>", "", ""),
-            ("[TOOL_CALLS]", "mistral", ""),
-            ("<|python_tag|>", "llama3_json", ""),
-            ("plain", "", ""),
-        ],
-    )
-    def test_auto_selects_the_parser_by_the_template(
-        self, tmp_path: Path, template: str, tool: str, reasoning: str
-    ) -> None:
-        parsing = ParserFactory(self.model(tmp_path, template))
-        assert (parsing.tool, parsing.reasoning) == (tool, reasoning)
-
-    def test_an_unknown_parser_is_rejected_with_the_known_names(self) -> None:
-        with pytest.raises(Unusable, match="parsers are: auto, none, h"):
-            ParserFactory(MODEL, "kimi_k2")
-        with pytest.raises(Unusable, match="--reasoning-parser: unknown parser"):
-            ParserFactory(MODEL, "none", "r1")
-
-    def test_parsers_of_vllm_need_vllm(self) -> None:
-        if importlib.util.find_spec("vllm") is None:
-            with pytest.raises(Unusable, match="--tool-call-parser vllm:kimi_k2: needs vLLM"):
-                ParserFactory(MODEL, "vllm:kimi_k2")
-        with pytest.raises(Unusable, match="use vLLM for both or for neither"):
-            ParserFactory(MODEL, "vllm:kimi_k2", "qwen3")
-
-    def test_tools_without_a_parser_are_rejected(self) -> None:
-        with pytest.raises(ApiError, match="--tool-call-parser"):
-            ParserFactory(MODEL, "none").require(AUTO)
-        ParserFactory(MODEL, "none").require(ToolSelection(TOOLS, "", parallel=True))
-
-    def test_no_parser_is_created_without_tools_and_reasoning(self) -> None:
-        assert ParserFactory(MODEL, "hermes", "none").parser(ParseOptions(), "r") is None
-        assert msgspec.to_builtins(whole("a", reasoning="qwen3"))["content"] == "a"
+@pytest.mark.parametrize(
+    ("template", "tool", "reasoning"),
+    [
+        ("{{ tools }}<tool_call></tool_call>", "hermes", ""),
+        ("<tool_call><function=x></tool_call></think>", "", "qwen3"),
+        ("<tool_call><arg_key>", "", ""),
+        ("[TOOL_CALLS]", "mistral", ""),
+        ("<|python_tag|>", "llama3_json", ""),
+        ("plain", "", ""),
+    ],
+)
+def test_auto_selects_the_parser_by_the_template(template: str, tool: str, reasoning: str) -> None:
+    model = copy.copy(MODEL)
+    model.template_source = template
+    parsing = ParserFactory(model)
+    assert (parsing.tool, parsing.reasoning) == (tool, reasoning)
 
 
-GREETING = {"role": "user", "content": "Hello"}
+def test_unusable_parsers_are_rejected_with_the_known_names() -> None:
+    with pytest.raises(Unusable, match="parsers are: auto, none, h"):
+        ParserFactory(MODEL, "kimi_k2")
+    with pytest.raises(Unusable, match="--reasoning-parser: unknown parser"):
+        ParserFactory(MODEL, "none", "r1")
+    if importlib.util.find_spec("vllm") is None:
+        with pytest.raises(Unusable, match="--tool-call-parser vllm:kimi_k2: needs vLLM"):
+            ParserFactory(MODEL, "vllm:kimi_k2")
+    with pytest.raises(Unusable, match="use vLLM for both or for neither"):
+        ParserFactory(MODEL, "vllm:kimi_k2", "qwen3")
+
+
+def test_tools_without_a_parser_are_rejected() -> None:
+    with pytest.raises(ApiError, match="--tool-call-parser"):
+        ParserFactory(MODEL, "none").require(AUTO)
+    ParserFactory(MODEL, "none").require(ToolSelection(TOOLS, "", parallel=True))
+
+
+def test_no_parser_is_created_without_tools_and_reasoning() -> None:
+    assert ParserFactory(MODEL, "hermes", "none").parser(ParseOptions(), "r") is None
+    assert whole("a", reasoning="qwen3").content == "a"
+
+
+GREETING = HELLO[0]
 SCHEMA = {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "$defs": {"City": {"type": "string"}}}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Now", "parameters": SCHEMA}}
 TIME = {"type": "function", "function": {"name": "time", "strict": True}}
@@ -380,17 +370,38 @@ async def tools(tool_model: Model) -> AsyncIterator[Scene]:
         yield made
 
 
-async def submit_chat(scene: Scene, **changes: Any) -> tuple["asyncio.Task[Any]", RequestSubmitted, str]:
-    pending = scene.start(CHAT, chat(**changes))
-    await asyncio.sleep(0)
+class Answer(NamedTuple):
+    """The response to a chat: its only choice, and the request with the text of its prompt."""
+
+    choice: dict[str, Any]
+    request: RequestSubmitted
+    prompt: str
+
+    @property
+    def text(self) -> str | None:
+        text: str | None = self.choice["message"]["content"]
+        return text
+
+
+async def submitted(scene: Scene, pending: "asyncio.Task[httpx.Response]") -> RequestSubmitted:
+    """Return the next request, or fail with the response."""
     request = asyncio.create_task(scene.next_request())
     await asyncio.wait((pending, request), return_when=asyncio.FIRST_COMPLETED)
     if not request.done():
         request.cancel()
         raise AssertionError(pending.result().text)
-    submitted = request.result()
-    prompt: str = scene.model.tokenizer.decode(unpack_u32(submitted.token_ids), skip_special_tokens=False)
-    return pending, submitted, prompt
+    return request.result()
+
+
+async def answer(scene: Scene, output: str, *, reason: str = "stop", **changes: Any) -> Answer:
+    """Send a chat, and respond with an output."""
+    pending = scene.start(CHAT, chat(max_tokens=90, **changes))
+    request = await submitted(scene, pending)
+    emit_text(scene, request, output, reason=reason)
+    prompt = scene.model.tokenizer.decode(unpack_u32(request.token_ids), skip_special_tokens=False)
+    response = await pending
+    assert response.status_code == 200
+    return Answer(response.json()["choices"][0], request, prompt)
 
 
 def emit_text(scene: Scene, request: RequestSubmitted, text: str, *, reason: str = "stop") -> None:
@@ -402,47 +413,37 @@ def emit_text(scene: Scene, request: RequestSubmitted, text: str, *, reason: str
 
 
 async def test_tools_reach_the_template_and_a_call_is_returned(tools: Scene) -> None:
-    pending, request, prompt = await submit_chat(tools, tools=[WEATHER, TIME])
-    assert json.loads(prompt.splitlines()[0]) == [WEATHER, TIME]
-    assert request.sampling.structured is None
-    emit_text(tools, request, f"Let me look. {WEATHER_CALL}")
-    choice = (await pending).json()["choices"][0]
-    assert choice["finish_reason"] == "tool_calls"
-    message = choice["message"]
-    assert message["content"] == "Let me look."
-    (call,) = message["tool_calls"]
+    found = await answer(tools, f"Let me look. {WEATHER_CALL}", tools=[WEATHER, TIME])
+    assert json.loads(found.prompt.splitlines()[0]) == [WEATHER, TIME]
+    assert found.request.sampling.structured is None
+    assert (found.choice["finish_reason"], found.text) == ("tool_calls", "Let me look.")
+    (call,) = found.choice["message"]["tool_calls"]
     assert (call["type"], call["function"]) == ("function", {"name": "weather", "arguments": '{"city": "Paris"}'})
     assert call["id"].startswith("call_")
 
 
 async def test_a_conversation_continues_with_the_result_of_a_tool(tools: Scene) -> None:
-    pending, request, _ = await submit_chat(tools, tools=[WEATHER])
-    emit_text(tools, request, WEATHER_CALL)
-    message = (await pending).json()["choices"][0]["message"]
+    message = (await answer(tools, WEATHER_CALL, tools=[WEATHER])).choice["message"]
     assert message["content"] is None
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "rain"}
-    pending, request, prompt = await submit_chat(tools, tools=[WEATHER], messages=[GREETING, message, result])
-    assert "<|im_start|>assistant\n<tool_call>weather:Paris<|im_end|>" in prompt
-    assert f"<|im_start|>tool\nrain #{result['tool_call_id']}<|im_end|>" in prompt
-    emit_text(tools, request, "It rains.")
-    choice = (await pending).json()["choices"][0]
-    assert (choice["message"]["content"], choice["finish_reason"]) == ("It rains.", "stop")
+    found = await answer(tools, "It rains.", tools=[WEATHER], messages=[GREETING, message, result])
+    assert "<|im_start|>assistant\n<tool_call>weather:Paris<|im_end|>" in found.prompt
+    assert f"<|im_start|>tool\nrain #{result['tool_call_id']}<|im_end|>" in found.prompt
+    assert (found.text, found.choice["finish_reason"]) == ("It rains.", "stop")
 
 
 async def test_tool_choice_none_omits_the_tools(tools: Scene) -> None:
-    pending, request, prompt = await submit_chat(tools, tools=[WEATHER], tool_choice="none")
-    assert "weather" not in prompt
-    emit_text(tools, request, WEATHER_CALL)
-    choice = (await pending).json()["choices"][0]
-    assert (choice["message"]["content"], choice["finish_reason"]) == (WEATHER_CALL, "stop")
+    found = await answer(tools, WEATHER_CALL, tools=[WEATHER], tool_choice="none")
+    assert "weather" not in found.prompt
+    assert (found.text, found.choice["finish_reason"]) == (WEATHER_CALL, "stop")
 
 
 @pytest.mark.parametrize("parallel", [True, False])
 async def test_tool_choice_required_constrains_the_output_to_calls(tools: Scene, parallel: bool) -> None:
-    pending, request, _ = await submit_chat(
-        tools, tools=[WEATHER, TIME], tool_choice="required", parallel_tool_calls=parallel
-    )
-    structured = request.sampling.structured
+    output = '[{"name": "weather", "parameters": {"city": "Paris"}}]'
+    forced: dict[str, Any] = {"tools": [WEATHER, TIME], "tool_choice": "required", "parallel_tool_calls": parallel}
+    found = await answer(tools, output, **forced)
+    structured = found.request.sampling.structured
     assert structured is not None
     schema = json.loads(structured.text)
     one, other = schema["items"]["anyOf"]
@@ -454,48 +455,30 @@ async def test_tool_choice_required_constrains_the_output_to_calls(tools: Scene,
         "name": {"type": "string", "enum": ["time"]},
         "parameters": {"type": "object", "properties": {}},
     }
-    emit_text(tools, request, '[{"name": "weather", "parameters": {"city": "Paris"}}]')
-    choice = (await pending).json()["choices"][0]
-    assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Paris"}'
+    assert found.choice["finish_reason"] == "tool_calls"
+    assert found.choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Paris"}'
 
 
 async def test_a_named_tool_constrains_the_output_to_its_arguments(tools: Scene) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
-    pending, request, _ = await submit_chat(tools, tools=[WEATHER, TIME], tool_choice=named, stream=True)
-    assert request.sampling.structured is not None
-    assert json.loads(request.sampling.structured.text) == SCHEMA
-    emit_text(tools, request, '{"city": "Paris"}', reason="length")
-    text = (await pending).text
-    assert '"finish_reason":"length"' in text
-    assert '"name":"weather"' in text
-
-
-@pytest.mark.parametrize(
-    "arguments", ["", "[]", "null", "1", '{"city', '{"city": "Paris"}}', "[" * 5_000, "\0\n\u2028"]
-)
-async def test_arguments_may_be_any_text(tools: Scene, arguments: str) -> None:
-    called = [{"id": "1", "type": "function", "function": {"name": "not a name!", "arguments": arguments}}] * 20
-    await submit_chat(tools, messages=[GREETING, {"role": "assistant", "tool_calls": called}])
+    found = await answer(tools, '{"city": "Paris"}', tools=[WEATHER, TIME], tool_choice=named, reason="length")
+    assert found.request.sampling.structured is not None
+    assert json.loads(found.request.sampling.structured.text) == SCHEMA
+    assert found.choice["finish_reason"] == "length"
+    assert found.choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
 async def test_a_message_may_have_many_calls(tools: Scene) -> None:
     called = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}] * 500
-    await submit_chat(tools, messages=[GREETING, {"role": "assistant", "tool_calls": called}])
+    await answer(tools, "x", messages=[GREETING, {"role": "assistant", "tool_calls": called}])
 
 
 async def test_the_message_of_a_response_that_was_cut_anywhere_is_accepted_as_history(tools: Scene) -> None:
     output = f"<think>\nHm.\n</think>\nLet me look. {WEATHER_CALL}\n{WEATHER_CALL} Done."
-    for end in range(1, len(output), 6):
-        pending, request, _ = await submit_chat(tools, tools=[WEATHER])
-        emit_text(tools, request, output[:end], reason="length")
-        choice = (await pending).json()["choices"][0]
-        assert choice["finish_reason"] == "length"
-        pending, request, _ = await submit_chat(
-            tools, tools=[WEATHER], messages=[GREETING, choice["message"], GREETING]
-        )
-        emit_text(tools, request, "x")
-        assert (await pending).status_code == 200
+    for end in range(1, len(output), 9):
+        found = await answer(tools, output[:end], reason="length", tools=[WEATHER])
+        assert found.choice["finish_reason"] == "length"
+        await answer(tools, "x", tools=[WEATHER], messages=[GREETING, found.choice["message"], GREETING])
 
 
 async def test_different_definitions_of_a_name_cannot_be_merged(tools: Scene) -> None:
@@ -506,25 +489,24 @@ async def test_different_definitions_of_a_name_cannot_be_merged(tools: Scene) ->
 
 
 async def test_reasoning_that_begins_in_the_prompt(tools: Scene) -> None:
-    pending, request, prompt = await submit_chat(tools, chat_template_kwargs={"enable_thinking": True, "mood": "calm"})
-    assert prompt.endswith("calm<|im_start|>assistant\n<think>\n")
-    emit_text(tools, request, "Hm.</think>\n\nYes.")
-    message = (await pending).json()["choices"][0]["message"]
+    found = await answer(tools, "Hm.</think>\n\nYes.", chat_template_kwargs={"enable_thinking": True, "mood": "calm"})
+    assert found.prompt.endswith("calm<|im_start|>assistant\n<think>\n")
+    message = found.choice["message"]
     assert (message["content"], message["reasoning_content"], message["reasoning"]) == ("Yes.", "Hm.", "Hm.")
-    pending, request, prompt = await submit_chat(tools, messages=[GREETING, message, GREETING], reasoning_effort="low")
-    assert "Yes.(thought Hm.)" in prompt
-    assert "low<|im_start|>" in prompt
-    emit_text(tools, request, "Yes.")
-    assert "reasoning" not in (await pending).json()["choices"][0]["message"]
+    found = await answer(tools, "Yes.", messages=[GREETING, message, GREETING], reasoning_effort="low")
+    assert "Yes.(thought Hm.)" in found.prompt
+    assert "low<|im_start|>" in found.prompt
+    assert "reasoning" not in found.choice["message"]
 
 
 async def test_tools_and_reasoning_effort_are_rejected_if_the_template_ignores_them(tool_model: Model) -> None:
     (tool_model.directory / "chat_template.jinja").write_text("{{ messages }}")
     async with make_scene(Model(tool_model.directory)) as plain:
-        response = await plain.client.post(CHAT, json=chat(reasoning_effort="high"))
-        assert "reasoning_effort is not supported" in response.json()["error"]["message"]
-        response = await plain.client.post(CHAT, json=chat(tools=[WEATHER]))
-        assert "template of this model does not support tools" in response.json()["error"]["message"]
+        for fields, says in (({"reasoning_effort": "high"}, "reasoning_effort is"), ({"tools": [WEATHER]}, "tools")):
+            response = await plain.client.post(CHAT, json=chat(**fields))
+            assert error(response)[0] == 400
+            assert "not support" in response.json()["error"]["message"]
+            assert says in response.json()["error"]["message"]
 
 
 async def test_openai_client_streams_reasoning_and_calls(tools: Scene) -> None:
@@ -532,7 +514,7 @@ async def test_openai_client_streams_reasoning_and_calls(tools: Scene) -> None:
     async with tools.openai_client() as client:
 
         async def stream() -> Any:
-            messages: Any = [GREETING]
+            messages: Any = HELLO
             tools: Any = [WEATHER]
             async with client.chat.completions.stream(model=NAME, messages=messages, tools=tools) as events:
                 thought = ""
