@@ -1,4 +1,4 @@
-"""The scene of these tests: logs shared by processes, leases, routers, standbys, and a scenario of requests."""
+"""The scene of these tests: logs shared by processes, programs of other versions, routers, standbys, and a scenario."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -7,23 +7,29 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from prometheus_client import CollectorRegistry
 
 from forebay.core.state.fleet import Fleet
 from forebay.core.state_machine import IllegalTransition
+from forebay.core.world import CORE_VERSION
 from forebay.events.codec import decode, encode
 from forebay.events.control import RouterConfig
 from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import WorkerLost
 from forebay.events.topics import DECISIONS, FLEET
+from forebay.live.owner import owner, snapshots
 from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import Owner
 from forebay.live.owner.start_check import open_checked
+from forebay.live.router import standby
 from forebay.live.router.router import Router, RouterSettings
 from forebay.live.router.standby import AbandonedTail, Standby
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft, Lease, Log, Record, Tail, Wake
 from forebay.transport.directory import Directory
+from forebay.transport.history import reader
+from forebay.transport.history import snapshots as recorded_snapshots
 from forebay.transport.history.reader import Validity, journal
 from forebay.transport.sqlite.log import SqliteLog
 from tests.harness.faulty_log import Crashed, FaultyLog
@@ -122,7 +128,7 @@ class SharedLog:
         await asyncio.sleep(0)
         await self.log.flush()
 
-    def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
+    def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> "LateTail":
         return LateTail(self.log.tail(topic, partition, offset, wake), wake)
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
@@ -139,25 +145,25 @@ class SharedLog:
 
 
 class LateTail:
-    """A tail that is empty at first, like one that fetches over the network."""
+    """A tail that is empty while it is not ready, for example at first, like one that fetches over the network."""
 
     def __init__(self, tail: Tail, wake: Wake) -> None:
+        self.is_ready = False
         self._tail = tail
-        self._fetched = False
         self._wake = wake
         self._fetching = asyncio.create_task(self._fetch())
 
     async def _fetch(self) -> None:
         for _ in range(5):
             await asyncio.sleep(0)
-        self._fetched = True
+        self.is_ready = True
         self._wake.set()
 
     def take(self, limit: int) -> list[Record]:
-        return self._tail.take(limit) if self._fetched else []
+        return self._tail.take(limit) if self.is_ready else []
 
     def __len__(self) -> int:
-        return len(self._tail) if self._fetched else 0
+        return len(self._tail) if self.is_ready else 0
 
     def close(self) -> None:
         self._fetching.cancel()
@@ -352,3 +358,34 @@ async def run_until_append(system: System, appends: int, **changes: int) -> bool
     except Crashed:
         return True
     return False
+
+
+OTHER = CORE_VERSION + 1
+OTHER_RELEASE = "0.9.9"
+MODULES = (owner, snapshots, standby, reader, recorded_snapshots)
+
+
+class Program:
+    """A program with a version of the decision rules."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+        self._monkeypatch = monkeypatch
+        self._version = version
+
+    async def serve(self, system: System, *names: str, seals: bool) -> None:
+        """Serve requests with an owner of this program, which stops as planned if `seals`, and otherwise dies."""
+        async with self.owning(system, seals=seals) as serving:
+            for name in names:
+                await system.serve(name, PREFIX)
+            await until(lambda: not len(serving.world.requests))
+
+    @asynccontextmanager
+    async def owning(self, system: System, *, seals: bool) -> AsyncIterator[Owner]:
+        """Run an owner of this program, which stops as planned if `seals`, and otherwise dies."""
+        with self._monkeypatch.context() as patch:
+            for module in MODULES:
+                patch.setattr(module, "CORE_VERSION", self._version)
+            if self._version != CORE_VERSION:
+                patch.setattr(owner, "own_release", lambda: OTHER_RELEASE)
+            async with system.owned(fleet=1, dies=not seals) as serving:
+                yield serving

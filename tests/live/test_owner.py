@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
@@ -25,16 +24,16 @@ from forebay.events.topics import CONTROL, DEAD_LETTERS, FLEET, PROGRESS, REQUES
 from forebay.events.work import WorkItem
 from forebay.ingress.streams import ReplySlot
 from forebay.live.owner.owner import Owner, RunClock, steady_clock
-from forebay.transport.base import Draft, Record, Tail, Wake
+from forebay.transport.base import Draft, Wake
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.worker import Worker
 from tests.depth import is_quick
 from tests.harness.fake_runtime import FakeRuntime
-from tests.harness.faulty_log import FaultyLog
 from tests.live.shared import (
     PREFIX,
+    LateTail,
     SharedLog,
     admit,
     all_ended,
@@ -399,33 +398,16 @@ async def test_a_worker_with_a_vanished_lease_continues_as_a_new_incarnation(log
         await until(lambda: not len(owner.world.requests))
 
 
-class DeafLog(FaultyLog):
-    """A log that hides new fleet events once `deaf` is set, so that its worker does not learn that it is lost."""
+class DeafLog(SharedLog):
+    """A log that hides fleet events while `fleet` is not ready, so that its worker does not learn that it is lost."""
 
-    def __init__(self, log: SqliteLog) -> None:
-        super().__init__(log, crash_after=sys.maxsize)
-        self.deaf = False
+    fleet: LateTail
 
-    def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
+    def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> LateTail:
         tail = super().tail(topic, partition, offset, wake)
-        return DeafTail(self, tail) if topic == FLEET.name else tail
-
-
-class DeafTail:
-    """The tail of the fleet topic on a DeafLog."""
-
-    def __init__(self, log: DeafLog, tail: Tail) -> None:
-        self._log = log
-        self._tail = tail
-
-    def take(self, limit: int) -> list[Record]:
-        return [] if self._log.deaf else self._tail.take(limit)
-
-    def __len__(self) -> int:
-        return 0 if self._log.deaf else len(self._tail)
-
-    def close(self) -> None:
-        self._tail.close()
+        if topic == FLEET.name:
+            self.fleet = tail
+        return tail
 
 
 def zombie(system: System, log: DeafLog) -> Worker:
@@ -449,7 +431,7 @@ async def test_a_worker_unaware_of_its_loss_does_not_disturb_the_response(log: S
             await until(lambda: len(owner.world.fleet) == 1)
             system.send(submitted("r", PROMPT, max_tokens=LENGTH))
             await until(lambda: client.tokens)
-            deaf.deaf = True
+            deaf.fleet.is_ready = False
             system.leases.release(MODEL, "zombie", "zombie-1")
             await until(lambda: owner.world.fleet.get("zombie") is None)
             system.start_worker("b")

@@ -44,7 +44,7 @@ from forebay.live.owner.owner import Owner
 from forebay.live.planner.actuator import Reached
 from forebay.live.planner.observer import PoolObserver
 from forebay.live.planner.planner import Planner, Simulate
-from forebay.transport.base import Draft, Log, LogError, Tail, Wake
+from forebay.transport.base import Draft, Log, LogError, Wake
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.scaling.scene import GROUP, POOL, claimed, decided, observed, routed
 from tests.harness.fake_runtime import FakeRuntime
@@ -63,7 +63,7 @@ from tests.live.planning import (
     records,
     until,
 )
-from tests.live.shared import PREFIX, SharedLog, background, flush
+from tests.live.shared import PREFIX, LateTail, SharedLog, background, flush
 from tests.system import MODEL, System, submitted
 
 
@@ -528,7 +528,7 @@ async def test_an_interval_that_was_not_followed_from_its_beginning_is_not_obser
     tails: dict[str, int] = {}
 
     class NotingLog(SharedLog):
-        def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> Tail:
+        def tail(self, topic: str, partition: int, offset: int, wake: Wake) -> LateTail:
             tails[topic] = offset
             return super().tail(topic, partition, offset, wake)
 

@@ -23,8 +23,7 @@ from forebay.transport.base import Draft, Log, LogError, Record
 from forebay.transport.heartbeats import OWNER_SILENT_S, STANDBY_SILENT_S, HeartbeatMetrics, RouterHeartbeats
 from forebay.transport.redis.leases import embedded_leases
 from forebay.transport.sqlite.log import SqliteLog
-from tests.live.programs import OTHER, Program
-from tests.live.shared import PREFIX, SharedLog, background, journal_end, proven, routing
+from tests.live.shared import OTHER, PREFIX, Program, SharedLog, background, journal_end, proven, routing
 from tests.system import MODEL, System, settings, submitted, until, until_ended
 
 READ_MAX = 10_000

@@ -27,10 +27,12 @@ from forebay.transport.history.snapshots import OtherState
 from forebay.transport.history.start import recorded_view
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.in_process import forebay
-from tests.live.programs import OTHER, OTHER_RELEASE, Program
 from tests.live.shared import (
+    OTHER,
+    OTHER_RELEASE,
     PREFIX,
     Altered,
+    Program,
     SharedLog,
     background,
     dearer,

@@ -41,8 +41,7 @@ from forebay.transport.history.snapshots import load_sealed
 from forebay.transport.recording.manifest import utc
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli import in_process
-from tests.live.programs import OTHER, OTHER_RELEASE, PREFIX, Program
-from tests.live.shared import Altered
+from tests.live.shared import OTHER, OTHER_RELEASE, PREFIX, Altered, Program
 from tests.replay.catalog.scene import LogView
 from tests.replay.recorder import words
 from tests.system import MODEL, System, submitted, until, until_ended
