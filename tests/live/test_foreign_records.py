@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -40,8 +40,7 @@ from forebay.transport.history.start import recorded_view
 from forebay.transport.redis.leases import embedded_leases
 from forebay.transport.sqlite import log as sqlite_log
 from forebay.transport.sqlite.log import SqliteLog
-from tests.depth import examples, sampled
-from tests.harness.faulty_log import Crashed, FaultyLog
+from tests.depth import examples
 from tests.live.shared import (
     PREFIX,
     Edited,
@@ -61,7 +60,6 @@ from tests.system import MODEL, SLOT, System, settings, submitted, until, until_
 
 BATCH = 4
 NAMES = [f"r{number}" for number in range(BATCH)]
-APPENDS_MAX = 26  # of an owner that serves the requests below alone
 
 
 def work_of(system: System, epoch: int, workers: int) -> list[WorkItem]:
@@ -284,59 +282,6 @@ async def test_of_two_claims_after_the_same_owner_the_first_is_valid(log: Sqlite
         await system.serve("b", PREFIX)
         await first.stop()
     assert (await proven(log)).void == 1
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("lead", range(3))
-async def test_a_kill_after_any_append_beside_a_second_owner_loses_nothing(lead: int) -> None:
-    """Kill the first owner at its k-th append, for every k, after a second owner claimed `lead` appends earlier."""
-    deaths = 0
-    points = sampled(range(lead + 1, APPENDS_MAX), 7)
-    for appends in points:
-        log = SqliteLog.open(None)
-        async with System(log).started(workers=2) as system:
-            await admit(system, 2)
-            deaths += await _beside_a_second(system, appends, appends - lead)
-            await require_each_once(system)
-        await proven(log)
-        log.close()
-    assert (
-        deaths > len(points) // 6 or lead
-    )  # the earlier the second owner claims, the more often the first notices before it is killed
-
-
-async def _beside_a_second(system: System, appends: int, second_at: int) -> bool:
-    shared = SharedLog(FaultyLog(system.log, appends))
-    second = OwnerTask(system)
-    first = Owner(shared, system.leases, settings(snapshot_every=3))
-
-    async def serve_until_killed() -> None:
-        await first.start()
-        await first.run()
-
-    async def send_one_by_one() -> None:
-        for number, name in enumerate(NAMES):
-            await system.serve(name, prompt(number))
-
-    killed = asyncio.create_task(serve_until_killed())
-    sender = asyncio.create_task(send_one_by_one())
-    try:
-        await until(lambda: shared.appends >= second_at or killed.done() or sender.done())
-        await second.start()
-        await until(lambda: sender.done() and all_ended(system, second.owner))
-        await second.stop()
-        await first.stop()
-        await killed
-    except OwnershipLost:
-        return False
-    except Crashed:
-        return True
-    finally:
-        killed.cancel()
-        with suppress(asyncio.CancelledError, OwnershipLost, Crashed):
-            await killed
-        first.drop()
-    return False
 
 
 async def test_a_request_of_another_group_is_answered_and_dead_lettered(log: SqliteLog) -> None:

@@ -176,17 +176,6 @@ async def test_a_batch_without_response_is_written_once(producer: Producer, wire
     assert wire.cluster.values[A] == [b"1"]
 
 
-async def test_a_repeated_batch_goes_to_the_new_leader(producer: Producer, wire: FakeWire) -> None:
-    task = append(producer, A, b"1")
-    request = await wire.next_request()
-    wire.leaders[A] = 1
-    request.serve({A: NotLeaderForPartitionError()})
-    again = await wire.next_request()
-    assert again.node == 1
-    again.serve()
-    assert await result(task) == 0
-
-
 async def test_batches_wait_while_no_leader_is_known(producer: Producer, wire: FakeWire) -> None:
     wire.leaders[A] = None
     wire.metadata.clear()
