@@ -1,6 +1,7 @@
 """A service as the engine of a worker on a real log: responses, cache reports and failures."""
 
 import asyncio
+import functools
 import struct
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -10,13 +11,12 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from forebay.events.base import unpack_u32, unpack_u64
+from forebay.events.base import unpack_u64
 from forebay.events.control import Command
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
 from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
 from forebay.events.requests import Sampling
-from forebay.events.tokens import Embedded, ResponseEnded, TokensEmitted
-from forebay.events.work import WorkCancelled, WorkItem
+from forebay.events.tokens import Embedded, ResponseEnded
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.workers.engine import EngineError, EngineRefused
 from forebay.workers.engines.service import engine as service_engine
@@ -26,7 +26,7 @@ from forebay.workers.pipeline import Generate, TokenLimit
 from forebay.workers.runtime.metrics import WorkerMetrics
 from forebay.workers.runtime.worker import Worker
 from forebay.workers.service import Cache, Refused, Request, endpoint, service, service_of
-from tests.workers.conftest import Scene, until, work_item
+from tests.workers.conftest import Scene, until
 
 NOWHERE = Path("no-model-directory")
 
@@ -43,32 +43,15 @@ def engine_of(
 
 
 @asynccontextmanager
-async def serving(scene: Scene, engine: ServiceEngine, **spec: Any) -> AsyncIterator[tuple[Worker, Callable[..., Any]]]:
-    worker = scene.worker(engine=engine, **spec)
-    async with scene.serving(worker) as epoch:
-
-        async def send(name: str, prompt: list[int], max_tokens: int = 50, **changes: Any) -> WorkItem:
-            item = work_item(name, prompt, max_tokens, worker_epoch=epoch, **changes)
-            await scene.send(item)
-            return item
-
-        yield worker, send
+async def serving(scene: Scene, engine: ServiceEngine) -> AsyncIterator[tuple[Worker, Callable[..., Any]]]:
+    worker = scene.worker(engine=engine)
+    async with scene.serving(worker):
+        yield worker, functools.partial(scene.ask, max_tokens=50)
 
 
-def answer(scene: Scene, name: str) -> list[int]:
-    chunks = [chunk for event in scene.tokens(TokensEmitted) for chunk in event.chunks if chunk.request_id == name]
-    return [token for chunk in chunks for token in unpack_u32(chunk.token_ids)]
-
-
-def end(scene: Scene, name: str) -> ResponseEnded | None:
-    return next((event for event in scene.tokens(ResponseEnded) if event.request_id == name), None)
-
-
-async def ended(scene: Scene, name: str) -> ResponseEnded:
-    await until(lambda: end(scene, name))
-    found = end(scene, name)
-    assert found is not None
-    return found
+async def ended(scene: Scene, name: str) -> Any:
+    await until(lambda: scene.end(name))
+    return scene.end(name)
 
 
 class Echo:
@@ -103,12 +86,11 @@ async def test_response_is_the_output_of_generate(scene: Scene) -> None:
         assert (worker.spec.engine, worker.spec.max_num_seqs, worker.spec.tasks) == ("test.it", 64, ("generate",))
         assert not worker.spec.kv_events
         await send("whole", [5, 6, 7], lora_name="", cache_namespace="mine", priority=3)
-        await send("cut", [5, 6, 7], 2)
+        await send("cut", [5, 6, 7], max_tokens=2)
         whole, cut = await ended(scene, "whole"), await ended(scene, "cut")
         await until(lambda: scene.loads()[-1].running == 0)
-    assert (answer(scene, "whole"), whole.finish_reason) == ([5, 6, 7], "stop")
-    assert (answer(scene, "cut"), cut.finish_reason) == ([5, 6], "length")
-    assert whole.usage is not None
+    assert (scene.output("whole"), whole.finish_reason) == ([5, 6, 7], "stop")
+    assert (scene.output("cut"), cut.finish_reason) == ([5, 6], "length")
     assert (whole.usage.prompt_tokens, whole.usage.output_tokens) == (3, 3)
     assert [type(event) for event in scene.progress()].count(FirstTokenEmitted) == 2
     request = engine.instance.requests[0]
@@ -123,7 +105,7 @@ async def test_stop_tokens_end_the_response_and_are_not_emitted(scene: Scene) ->
         await send("b", [6, 5, 6], sampling=Sampling(max_tokens=9, stop_token_ids=(6,), min_tokens=2))
         assert (await ended(scene, "a")).finish_reason == "stop"
         assert (await ended(scene, "b")).finish_reason == "stop"
-    assert (answer(scene, "a"), answer(scene, "b")) == ([5], [6, 5])
+    assert (scene.output("a"), scene.output("b")) == ([5], [6, 5])
 
 
 async def test_concurrency_is_bounded_and_the_queue_is_fair(scene: Scene) -> None:
@@ -143,15 +125,14 @@ async def test_concurrency_is_bounded_and_the_queue_is_fair(scene: Scene) -> Non
 
 async def test_cancelling_closes_the_generator_and_lets_the_next_one_run(scene: Scene) -> None:
     engine = engine_of(Echo, max_num_seqs=1)
-    async with serving(scene, engine) as (worker, send):
+    async with serving(scene, engine) as (_, send):
         engine.instance.gate.clear()
         for name in "abc":
             await send(name, [1, 2])
-        await until(lambda: answer(scene, "a") == [1])
+        await until(lambda: scene.output("a") == [1])
         for name in ("b", "a"):
-            assert worker.worker_epoch is not None
-            await scene.send(WorkCancelled(request_id=name, attempt=1, owner_epoch=0, worker_epoch=worker.worker_epoch))
-        await until(lambda: answer(scene, "c") == [1])
+            await scene.cancel(name)
+        await until(lambda: scene.output("c") == [1])
         assert engine.instance.closed == ["a"]
         assert engine.instance.requests[0].cancelled
         engine.instance.gate.set()
@@ -176,11 +157,10 @@ async def test_generator_that_ignores_cancellation_is_closed(scene: Scene) -> No
             finally:
                 Stubborn.closed = True
 
-    async with serving(scene, engine_of(Stubborn)) as (worker, send):
+    async with serving(scene, engine_of(Stubborn)) as (_, send):
         await send("a", [1])
-        await until(lambda: answer(scene, "a"))
-        assert worker.worker_epoch is not None
-        await scene.send(WorkCancelled(request_id="a", attempt=1, owner_epoch=0, worker_epoch=worker.worker_epoch))
+        await until(lambda: scene.output("a"))
+        await scene.cancel("a")
         await until(lambda: Stubborn.closed)
     assert scene.tokens(ResponseEnded) == []
 
@@ -229,11 +209,10 @@ async def test_exception_of_generate_fails_only_its_request(
         await send("good", [7, 8])
         await ended(scene, "good")
         shown = metrics(worker)
-    assert failed.error is not None
     assert (failed.error.status, failed.error.code) == (status, code)
     assert message in failed.error.message
-    assert answer(scene, "bad") == [token for token in prompt if token < 90]
-    assert answer(scene, "good") == [7, 8]
+    assert scene.output("bad") == [token for token in prompt if token < 90]
+    assert scene.output("good") == [7, 8]
     assert [event.request_id for event in scene.progress(RequestFailed)] == ["bad"]
     outcome = "failed" if status == 500 else "refused"
     assert f'forebay_endpoint_requests_total{{endpoint="test.it.generate",outcome="{outcome}"}} 1.0' in shown
@@ -258,7 +237,6 @@ async def test_unsupported_requests_are_refused(scene: Scene, changes: dict[str,
     async with serving(scene, engine_of(Echo)) as (_, send):
         await send("a", [1], **changes)
         failed = await ended(scene, "a")
-    assert failed.error is not None
     assert (failed.error.status, failed.error.message) == (status, why)
 
 
@@ -272,9 +250,8 @@ async def test_queue_is_bounded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -
         failed = await ended(scene, "c")
         engine.instance.gate.set()
         await ended(scene, "b")
-    assert failed.error is not None
     assert (failed.error.status, failed.error.code) == (503, "engine_overloaded")
-    assert answer(scene, "b") == [1, 2]
+    assert scene.output("b") == [1, 2]
 
 
 async def test_text_becomes_the_tokens_of_the_model(scene: Scene) -> None:
@@ -288,7 +265,7 @@ async def test_text_becomes_the_tokens_of_the_model(scene: Scene) -> None:
     async with serving(scene, engine_of(Shout, DEFAULT_MODEL)) as (_, send):
         await send("a", model.encode("hello dear log"))
         assert (await ended(scene, "a")).finish_reason == "stop"
-    assert model.tokenizer.decode(answer(scene, "a")) == "HELLO DEAR LOG "
+    assert model.tokenizer.decode(scene.output("a")) == "HELLO DEAR LOG "
 
 
 async def test_operators_wrap_generate(scene: Scene) -> None:
@@ -299,7 +276,7 @@ async def test_operators_wrap_generate(scene: Scene) -> None:
     async with serving(scene, engine_of(Echo, pipeline=[TokenLimit(2), doubled])) as (_, send):
         await send("a", [5, 6, 7])
         assert (await ended(scene, "a")).finish_reason == "stop"
-    assert answer(scene, "a") == [10, 12]
+    assert scene.output("a") == [10, 12]
 
 
 async def test_a_generator_that_awaits_nothing_does_not_stop_the_others(scene: Scene) -> None:
@@ -310,11 +287,11 @@ async def test_a_generator_that_awaits_nothing_does_not_stop_the_others(scene: S
                 yield request.token_ids[0]
 
     async with serving(scene, engine_of(Endless)) as (_, send):
-        await send("long", [1], 1 << 20)
-        await until(lambda: answer(scene, "long"))
-        await send("short", [2], 3)
+        await send("long", [1], max_tokens=1 << 20)
+        await until(lambda: scene.output("long"))
+        await send("short", [2], max_tokens=3)
         assert (await ended(scene, "short")).finish_reason == "length"
-        assert end(scene, "long") is None
+        assert scene.end("long") is None
 
 
 async def test_vectors_of_a_service_that_embeds(scene: Scene) -> None:
@@ -331,7 +308,6 @@ async def test_vectors_of_a_service_that_embeds(scene: Scene) -> None:
         failed = await ended(scene, "none")
     (vector,) = scene.tokens(Embedded)
     assert struct.unpack("<2f", vector.vector) == (0.5, 1.5)
-    assert failed.error is not None
     assert failed.error.message == "test.it.embed failed: ValueError: got an empty vector, expected at least one number"
 
 
@@ -363,35 +339,22 @@ async def test_service_reports_its_cache(scene: Scene) -> None:
         await ended(scene, "a")
         second = await send("b", [*range(8), *range(8)])
         usage = (await ended(scene, "b")).usage
-        assert usage is not None
         assert usage.cached_tokens == 8
+        engine.reset()  # an epoch begins with what is held
+        assert list(engine.held(0)) == unpack_u64(second.sequence_hashes)
+        with pytest.raises(ValueError, match="a block hash must be an unsigned"):
+            engine.instance.cache.stored([-1])
         assert await engine.command(Command(action="clear_kv_blocks")) == ()
         await until(lambda: len(scene.kv()) == 4)
         assert engine.held(0) == ()
-    stored, more, removed, cleared = scene.kv()
-    assert (type(stored), type(more), type(removed), type(cleared)) == (
-        BlocksStored,
-        BlocksStored,
-        BlocksRemoved,
-        CacheCleared,
-    )
+    stored, more, removed, _ = scene.kv()
+    assert [type(event) for event in scene.kv()] == [BlocksStored, BlocksStored, BlocksRemoved, CacheCleared]
     blocks = unpack_u64(second.sequence_hashes)
     assert unpack_u64(stored.sequence_hashes) == blocks[:2] == unpack_u64(first.sequence_hashes)
     assert (unpack_u64(more.sequence_hashes), more.parent_hash) == (blocks[2:], blocks[1])
     assert unpack_u64(removed.sequence_hashes) == blocks[:1]
     assert [event.cached_tokens for event in scene.progress(FirstTokenEmitted)] == [0, 8]
     assert [event.cached_tokens for event in scene.progress(RequestFinished)] == [0, 8]
-
-
-async def test_cache_of_a_service_is_announced_in_the_next_epoch(scene: Scene) -> None:
-    engine = engine_of(Remembering, kv_events=True)
-    async with serving(scene, engine) as (_, send):
-        item = await send("a", list(range(8)))
-        await ended(scene, "a")
-        engine.reset()
-        assert list(engine.held(0)) == unpack_u64(item.sequence_hashes)
-        with pytest.raises(ValueError, match="a block hash must be an unsigned"):
-            engine.instance.cache.stored([-1])
 
 
 class Commanded:
@@ -455,7 +418,7 @@ async def test_hooks_are_awaited_in_order(scene: Scene) -> None:
         await until(lambda: "check" in calls)
         engine.instance.gate.clear()
         await send("a", [1, 2])
-        await until(lambda: answer(scene, "a"))
+        await until(lambda: scene.output("a"))
     assert calls[0] == "start model"
     assert calls[-1] == "stop ['a']"
 

@@ -309,18 +309,6 @@ async def test_broken_response_loop_ends_run(started: Start) -> None:
             await one.until(lambda: False)
 
 
-async def test_stop_ends_only_its_own_processes(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = await asyncio.create_subprocess_exec("sleep", "600")
-    monkeypatch.setattr(Engine, "child", True)
-    async with started():
-        assert Engine.made is not None
-        (process,) = Engine.made.processes
-        assert process.is_alive()
-    assert not process.is_alive() and other.returncode is None
-    other.kill()
-    await other.wait()
-
-
 async def test_failed_start_has_a_reason_and_leaves_no_process(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch, started: Start
 ) -> None:

@@ -367,23 +367,14 @@ async def test_drain_finishes_requests_in_flight_and_late_ones(scene: Scene) -> 
         worker.drain(0.0)  # the first word counts
         await until(lambda: is_draining(scene))
         await scene.ask("b", [1], 5)
+        await scene.ask("c", [1], 240)
         await announce(scene)
+        await scene.ended("a", "b")
+        assert not task.done()
+        await scene.cancel("c")
         await task
     assert {end.request_id: end.finish_reason for end in scene.tokens(ResponseEnded)} == dict.fromkeys("ab", "length")
     assert worker.counters.handed_back == 0
-    await gone(scene, worker)
-
-
-async def test_a_drain_ends_when_the_last_request_is_cancelled(scene: Scene) -> None:
-    worker = scene.worker(speedup=0.01)
-    async with scene.running(worker) as task:
-        await scene.ask("a", [1], 200)
-        await until(lambda: scene.loads() and scene.loads()[-1].running)
-        worker.drain(LONG_S)
-        await announce(scene)
-        await scene.cancel("a")
-        await task
-    assert scene.tokens(ResponseEnded) == []
     await gone(scene, worker)
 
 
@@ -444,18 +435,6 @@ async def test_a_worker_that_was_not_admitted_leaves_at_once(scene: Scene) -> No
     assert worker.life.state is State.REGISTERED
     worker.drain(LONG_S)
     await task
-    await gone(scene, worker)
-
-
-async def test_cancelled_drain_leaks_nothing(scene: Scene) -> None:
-    worker = scene.worker(speedup=0.01)
-    async with scene.running(worker) as task:
-        await scene.ask("a", [1], 200)
-        worker.drain(LONG_S)
-        await until(lambda: is_draining(scene))
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert task.cancelled()
     await gone(scene, worker)
 
 

@@ -182,37 +182,39 @@ async def running(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Dr
         yield one
 
 
-async def test_layout_covers_all_tensor_parallel_workers(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running(llm, monkeypatch) as one:
-        assert isinstance(one.engine, KvEngine)
-        expected = KvLayout(connector=CONNECTOR, dtype="bfloat16", block_bytes=2_000, layers=3)
-        assert one.spec.kv_layout == expected
+@pytest.fixture
+async def one(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Driven]:
+    async with running(llm, monkeypatch) as engine:
+        yield engine
 
 
-async def test_prompt_is_offered_with_its_remaining_lease(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running(llm, monkeypatch) as one:
-        computed = SimpleNamespace(last_token_ts=time.monotonic() - 4.0)
-        llm.answer = output([5], "length", kv_transfer_params=TOLD, metrics=computed)
-        offered = (await run(one, "prefill")).prefilled
-        assert offered is not None
-        assert (offered.worker_id, offered.worker_epoch, offered.model, offered.connector) == ("w", 1, "m", CONNECTOR)
-        assert (offered.tokens, offered.bytes) == (PROMPT, 2 * 2_000)
-        assert 10.0 < offered.lease_us / 1e6 <= 11.0, "20 s, 4 of which are over, and in 5 it is not read"
-        sampling, transfer = llm.requested[-1]
-        assert (sampling.max_tokens, sampling.min_tokens, sampling.logprobs) == (1, 0, None)
-        assert transfer == {"do_remote_decode": True, "do_remote_prefill": False}
-        reported = msgspec.json.decode(offered.descriptor)
-        assert 15.0 < reported.pop(EXPIRES) - time.perf_counter() <= 16.0
-        assert reported == {name: value for name, value in KEPT.items() if name != EXPIRES} | {
-            "remote_block_ids": [[4, 5]]
-        }
+async def test_layout_covers_all_tensor_parallel_workers(one: Driven) -> None:
+    assert isinstance(one.engine, KvEngine)
+    expected = KvLayout(connector=CONNECTOR, dtype="bfloat16", block_bytes=2_000, layers=3)
+    assert one.spec.kv_layout == expected
 
-        llm.answer = output([6], "length")
-        assert (await run(one, "decode", offered)).tokens == [6]
-        sampling, transfer = llm.requested[-1]
-        assert (sampling.max_tokens, sampling.logprobs) == (9, 2)
-        assert (transfer["do_remote_prefill"], transfer["remote_block_ids"]) == (True, [[4, 5]])
-        assert transfer["remote_prefill_cached_tokens"] is None, "the client gets the count of the prefill worker"
+
+async def test_prompt_is_offered_with_its_remaining_lease(one: Driven, llm: Llm) -> None:
+    computed = SimpleNamespace(last_token_ts=time.monotonic() - 4.0)
+    llm.answer = output([5], "length", kv_transfer_params=TOLD, metrics=computed)
+    offered = (await run(one, "prefill")).prefilled
+    assert offered is not None
+    assert (offered.worker_id, offered.worker_epoch, offered.model, offered.connector) == ("w", 1, "m", CONNECTOR)
+    assert (offered.tokens, offered.bytes) == (PROMPT, 2 * 2_000)
+    assert 10.0 < offered.lease_us / 1e6 <= 11.0, "20 s, 4 of which are over, and in 5 it is not read"
+    sampling, transfer = llm.requested[-1]
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.logprobs) == (1, 0, None)
+    assert transfer == {"do_remote_decode": True, "do_remote_prefill": False}
+    reported = msgspec.json.decode(offered.descriptor)
+    assert 15.0 < reported.pop(EXPIRES) - time.perf_counter() <= 16.0
+    assert reported == {name: value for name, value in KEPT.items() if name != EXPIRES} | {"remote_block_ids": [[4, 5]]}
+
+    llm.answer = output([6], "length")
+    assert (await run(one, "decode", offered)).tokens == [6]
+    sampling, transfer = llm.requested[-1]
+    assert (sampling.max_tokens, sampling.logprobs) == (9, 2)
+    assert (transfer["do_remote_prefill"], transfer["remote_block_ids"]) == (True, [[4, 5]])
+    assert transfer["remote_prefill_cached_tokens"] is None, "the client gets the count of the prefill worker"
 
 
 @pytest.mark.parametrize(
@@ -225,13 +227,12 @@ async def test_prompt_is_offered_with_its_remaining_lease(llm: Llm, monkeypatch:
     ],
 )
 async def test_unusable_transfer_parameters_fail_the_prefill(
-    fields: dict[str, Any], age_s: float, fragment: str, llm: Llm, monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, Any], age_s: float, fragment: str, one: Driven, llm: Llm
 ) -> None:
-    async with running(llm, monkeypatch) as one:
-        computed = SimpleNamespace(last_token_ts=time.monotonic() - age_s)
-        llm.answer = output([5], "length", kv_transfer_params=TOLD | fields, metrics=computed)
-        error = (await run(one, "prefill")).error
-        assert error is not None and error.status == 500 and fragment in error.message
+    computed = SimpleNamespace(last_token_ts=time.monotonic() - age_s)
+    llm.answer = output([5], "length", kv_transfer_params=TOLD | fields, metrics=computed)
+    error = (await run(one, "prefill")).error
+    assert error is not None and error.status == 500 and fragment in error.message
 
 
 @pytest.mark.parametrize(
@@ -243,26 +244,24 @@ async def test_unusable_transfer_parameters_fail_the_prefill(
     ],
 )
 async def test_outputs_that_are_errors(
-    stage: Stage, answer: tuple[list[int], str], status: int, llm: Llm, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, answer: tuple[list[int], str], status: int, one: Driven, llm: Llm
 ) -> None:
-    async with running(llm, monkeypatch) as one:
-        llm.answer = output(*answer)
-        error = (await run(one, stage)).error
-        assert error is not None and error.status == status
-        llm.answer = output([], "error")
-        failed = await run(one, "decode", kept())
-        assert failed.not_fetched is not None and "could not load" in failed.not_fetched
-        assert not any(batch.first_tokens for batch in one.batches)
+    llm.answer = output(*answer)
+    error = (await run(one, stage)).error
+    assert error is not None and error.status == status
+    llm.answer = output([], "error")
+    failed = await run(one, "decode", kept())
+    assert failed.not_fetched is not None and "could not load" in failed.not_fetched
+    assert not any(batch.first_tokens for batch in one.batches)
 
 
-async def test_unexpected_exception_fails_only_its_request(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running(llm, monkeypatch) as one:
-        llm.answer = AttributeError("'list' object has no attribute 'get'")
-        error = (await run(one, "aggregated")).error
-        assert error is not None and error.message == str(llm.answer)
-        llm.answer = output([5], "length")
-        assert (await run(one, "aggregated")).tokens == [5]
-        await one.engine.check()
+async def test_unexpected_exception_fails_only_its_request(one: Driven, llm: Llm) -> None:
+    llm.answer = AttributeError("'list' object has no attribute 'get'")
+    error = (await run(one, "aggregated")).error
+    assert error is not None and error.message == str(llm.answer)
+    llm.answer = output([5], "length")
+    assert (await run(one, "aggregated")).tokens == [5]
+    await one.engine.check()
 
 
 async def test_response_after_the_lease_is_discarded(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,45 +297,37 @@ async def test_response_may_outlast_the_lease_after_its_first_token(llm: Llm, mo
         assert (await run(one, "decode", kept())).tokens == [5, 6]
 
 
-async def test_releases_and_drops_are_passed_to_vllm(
-    llm: Llm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with running(llm, monkeypatch) as one:
-        llm.answer = output([5], "length", kv_transfer_params=TOLD)
-        assert isinstance(one.engine, VllmEngine)
-        first = (await run(one, "prefill")).item.request_id
-        llm.report_usage(0.5)
-        assert one.engine.kept() == 1
-        before = len(llm.calls)
-        one.engine.release("another")
-        one.engine.cancel(first)
-        one.engine.release(first)
-        one.engine.drop(kept())
-        one.engine.drop(kept(model="other"))
-        await until(lambda: len(llm.calls) == before + 2 and "of model other" in caplog.text)
-        (release, (names, within_s)), (drop, params) = llm.calls[before:]
-        assert (release, names) == ("forebay_release", ["r1-abcd"])
-        assert 0 < within_s < 20.0
-        assert drop == "drop-r1-abcd"
-        assert (params["do_remote_prefill"], params["remote_block_ids"]) == (True, [[4, 5]])
-        assert one.engine.kept() == 0
+async def test_releases_and_drops_are_passed_to_vllm(one: Driven, llm: Llm, caplog: pytest.LogCaptureFixture) -> None:
+    llm.answer = output([5], "length", kv_transfer_params=TOLD)
+    assert isinstance(one.engine, VllmEngine)
+    first = (await run(one, "prefill")).item.request_id
+    llm.report_usage(0.5)
+    assert one.engine.kept() == 1
+    before = len(llm.calls)
+    one.engine.release("another")
+    one.engine.cancel(first)
+    one.engine.release(first)
+    one.engine.drop(kept())
+    one.engine.drop(kept(model="other"))
+    await until(lambda: len(llm.calls) == before + 2 and "of model other" in caplog.text)
+    (release, (names, within_s)), (drop, params) = llm.calls[before:]
+    assert (release, names) == ("forebay_release", ["r1-abcd"])
+    assert 0 < within_s < 20.0
+    assert drop == "drop-r1-abcd"
+    assert (params["do_remote_prefill"], params["remote_block_ids"]) == (True, [[4, 5]])
+    assert one.engine.kept() == 0
 
-        second = (await run(one, "prefill")).item.request_id
-        llm.report_usage(0.5)
-        llm.broken = VLLMError("no such method")
-        one.engine.release(second)
-        await until(lambda: "no such method" in caplog.text)
+    second = (await run(one, "prefill")).item.request_id
+    llm.report_usage(0.5)
+    llm.broken = VLLMError("no such method")
+    one.engine.release(second)
+    await until(lambda: "no such method" in caplog.text)
 
-
-async def test_kept_until_no_block_is_in_use(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running(llm, monkeypatch) as one:
-        llm.answer = output([5], "length", kv_transfer_params=TOLD)
-        await run(one, "prefill")
-        assert isinstance(one.engine, VllmEngine)
-        llm.report_usage(0.5)
-        assert one.engine.kept() == 1
-        llm.report_usage(0.0)
-        assert one.engine.kept() == 0
+    await run(one, "prefill")
+    llm.report_usage(0.5)
+    assert one.engine.kept() == 1
+    llm.report_usage(0.0)
+    assert one.engine.kept() == 0, "no block is in use"
 
 
 async def test_lease_that_is_too_short_is_rejected(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
