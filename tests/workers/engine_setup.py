@@ -14,14 +14,13 @@ from forebay.workers.engine import Engine, KvEngine
 from forebay.workers.engines.settings import EngineSettings
 from tests.engines.driven import Answer, Driven, driven
 from tests.workers.conftest import until
+from tests.workers.hosted import HOSTED_SPEC
 
 BLOCK_SIZE = 4
 KV_BLOCKS = 32
 PROMPT = list(range(50, 62))  # three blocks
 OTHER = list(range(150, 162))
-SPEC = WorkerSpec(
-    worker_id="w1", model="m", block_size=1, kv_blocks_total=1, max_num_seqs=1, max_num_batched_tokens=1
-)  # before the engine reports its sizes
+SPEC = msgspec.structs.replace(HOSTED_SPEC, block_size=1)  # before the engine reports its sizes
 
 Backend = TypeVar("Backend")
 Start = Callable[..., AbstractAsyncContextManager[Driven]]

@@ -1,4 +1,7 @@
-"""Mock engines that run in a process of their own, and misbehave as their arguments say."""
+"""Mock engines that run in a process of their own, and misbehave as their arguments say.
+
+Each process imports this module, so it imports little.
+"""
 
 import asyncio
 import os
@@ -9,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from prometheus_client import Gauge
 from prometheus_client.registry import Collector
 
@@ -20,12 +22,13 @@ from forebay.workers.engine import EngineError
 from forebay.workers.engines.engine_process import EngineProcess, engine_process
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.settings import EngineSettings
-from tests.workers.engine_setup import BLOCK_SIZE, KV_BLOCKS, SPEC
 
 VARIABLE = "FOREBAY_TEST_ENGINE"
 LINE = "loading shard 3 of 9"
 PATIENCE_S = 60.0
-HOSTED_SPEC = msgspec.structs.replace(SPEC, block_size=BLOCK_SIZE)
+HOSTED_SPEC = WorkerSpec(
+    worker_id="w1", model="m", block_size=4, kv_blocks_total=1, max_num_seqs=1, max_num_batched_tokens=1
+)
 INSPECT = Command(action="resume")  # returns what the engine finds in its process
 
 
@@ -44,9 +47,7 @@ class HostedEngine(MockEngine):
     """
 
     def __init__(self, settings: EngineSettings) -> None:
-        config = EngineConfig(
-            vocabulary=tuple(range(1000, 1100)), block_size=BLOCK_SIZE, kv_blocks_total=KV_BLOCKS, max_num_seqs=8
-        )
+        config = EngineConfig(vocabulary=tuple(range(1000, 1100)), block_size=4, kv_blocks_total=32, max_num_seqs=8)
         super().__init__(
             config,
             dp_size=settings.dp_size,

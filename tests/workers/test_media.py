@@ -14,7 +14,6 @@ import pytest
 from forebay.core.block_hashes import mm_hashes, sequence_hashes
 from forebay.events.base import pack_u32, unpack_u64
 from forebay.events.control import Command
-from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import BlocksStored
 from forebay.events.media import Encoded, Media
 from forebay.events.progress import EncodeFailed, EncodeFinished, RequestFailed, RequestFinished, TransferFailed
@@ -29,6 +28,7 @@ from forebay.workers.runtime import media_feed
 from forebay.workers.runtime.resume import continued
 from forebay.workers.runtime.worker import Worker
 from tests.workers.conftest import Scene, engine_config, until, work_item
+from tests.workers.engine_setup import SPEC
 from tests.workers.pictures import Memory, hashes_with, png
 from tests.workers.work_items import finish, tokens_of
 
@@ -99,40 +99,33 @@ async def test_encode_result_is_reported_to_the_owner_only(scene: Scene, memory:
     worker = encode_worker(scene, StandInEncoder())
     async with scene.serving(worker) as epoch:
         assert (worker.spec.role, worker.spec.tasks, worker.spec.kv_events) == ("encode", (), False)
-        await scene.send(encode_item("r", media(png()), media(png((1, 2, 3)), 5, 2), epoch=epoch))
+        await scene.send(encode_item("r", media(png()), media(png((1, 2, 3)), 5, 2), epoch=epoch, attempt=3))
         await until(lambda: scene.progress(EncodeFinished))
         (reported,) = scene.progress(EncodeFinished)
-        assert (reported.request_id, reported.attempt, reported.worker_epoch, reported.encoded.shape) == (
-            "r",
-            1,
-            epoch,
-            (6, WIDTH),
-        )
+        assert (reported.request_id, reported.attempt, reported.worker_epoch) == ("r", 3, epoch)
+        assert reported.encoded.shape == (6, WIDTH)
         assert reported.encoded.descriptor.startswith(b"w1@")
         await until(lambda: not worker.active_requests)
-    assert scene.tokens() == []
+        await scene.lose(epoch)
+        await until(lambda: memory.closed)
+    assert [name.partition("@")[0] for name in memory.closed] == ["w1"], "the next epoch offers under a new name"
+    assert scene.tokens() == [], "no attempt to answer begins"
+    assert worker.counters.reading.passes == 0
     assert not scene.kv()
 
 
-async def test_encode_retry_does_not_read_the_response(scene: Scene, memory: Memory) -> None:
-    worker = encode_worker(scene, StandInEncoder())
-    async with scene.serving(worker) as epoch:
-        await scene.send(encode_item("r", media(png()), epoch=epoch, attempt=3))
-        await until(lambda: scene.progress(EncodeFinished))
-    assert scene.tokens() == [], "no attempt to answer begins"
-    assert worker.counters.reading.passes == 0
-
-
-@pytest.mark.parametrize("error", [EngineError("out of memory"), TransferError("no room"), ValueError("?")])
-async def test_encoder_failure_is_reported_to_the_owner_only(scene: Scene, memory: Memory, error: Exception) -> None:
+@pytest.mark.parametrize("error", [EngineError("out of memory"), TransferError("no room"), ValueError("?"), None])
+async def test_encoder_failure_is_reported_to_the_owner_only(
+    scene: Scene, memory: Memory, error: Exception | None
+) -> None:
     encoder = Encoder()
-    encoder.fails = error
+    encoder.fails, encoder.rows = error, error is None
     async with scene.serving(encode_worker(scene, encoder)) as epoch:
         await scene.send(encode_item("r", media(png()), epoch=epoch))
         await until(lambda: scene.progress(EncodeFailed))
         (failed,) = scene.progress(EncodeFailed)
-        assert str(error) in failed.error
-        encoder.fails = None
+        assert str(error or f"the encoder returned an array of shape 3 x {WIDTH} for 4 placeholders") in failed.error
+        encoder.fails, encoder.rows = None, 0
         await scene.send(encode_item("s", media(png()), epoch=epoch))
         await until(lambda: scene.progress(EncodeFinished))
     assert scene.tokens() == [], "the client hears nothing of it"
@@ -145,18 +138,6 @@ async def test_invalid_media_are_reported_to_the_client(scene: Scene, memory: Me
     (ended,) = scene.tokens(ResponseEnded)
     assert (ended.error.status, ended.error.code) == (400, "media_not_encoded")
     assert ended.error.message.startswith("cannot decode an image")
-
-
-async def test_wrong_number_of_embeddings_is_an_encoder_failure(scene: Scene, memory: Memory) -> None:
-    encoder = Encoder()
-    encoder.rows = 1
-    async with scene.serving(encode_worker(scene, encoder)) as epoch:
-        await scene.send(encode_item("r", media(png()), epoch=epoch))
-        await until(lambda: scene.progress(EncodeFailed))
-    assert (
-        scene.progress(EncodeFailed)[0].error
-        == f"the encoder returned an array of shape 3 x {WIDTH} for 4 placeholders"
-    )
 
 
 async def test_encode_worker_refuses_other_requests(scene: Scene, memory: Memory) -> None:
@@ -172,24 +153,11 @@ async def test_encode_worker_refuses_other_requests(scene: Scene, memory: Memory
         assert not worker.engine.held(0)
 
 
-async def test_a_new_epoch_offers_under_a_new_name(scene: Scene, memory: Memory) -> None:
-    worker = encode_worker(scene, StandInEncoder())
-    async with scene.serving(worker) as epoch:
-        await scene.send(encode_item("r", media(png()), epoch=epoch))
-        await until(lambda: scene.progress(EncodeFinished))
-        await scene.lose(epoch)
-        await until(lambda: memory.closed)
-    assert [name.partition("@")[0] for name in memory.closed] == ["w1"]
-
-
 @asynccontextmanager
 async def engine(encoder: StandInEncoder) -> AsyncIterator[tuple[EncodeEngine, list[EngineBatch]]]:
     one = EncodeEngine(encoder)
     batches: list[EngineBatch] = []
-    spec = WorkerSpec(
-        worker_id="e", model="m", block_size=4, kv_blocks_total=9, max_num_seqs=9, max_num_batched_tokens=9
-    )
-    await one.start(spec)
+    await one.start(SPEC)
     task = asyncio.create_task(one.run(batches.append))
     try:
         yield one, batches
@@ -222,7 +190,7 @@ async def test_cancelled_and_reset_work_is_not_published(memory: Memory) -> None
         one.submit(encode_item("f", media(png()), epoch=2))
         await until(lambda: any(done.request_id == "f" for batch in batches for done in batch.encoded))
         assert [done.request_id for batch in batches for done in batch.encoded] == ["a", "c", "f"]
-        assert [name.partition("@")[0] for name in memory.closed] == ["e"]
+        assert [name.partition("@")[0] for name in memory.closed] == ["w1"]
 
 
 # Answering

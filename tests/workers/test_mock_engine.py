@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -13,7 +14,6 @@ from jsonschema import Draft202012Validator
 
 from forebay.engine_model.model import EngineConfig, Stored
 from forebay.events.base import pack_u32, pack_u64
-from forebay.events.fleet import WorkerSpec
 from forebay.events.progress import RequestFinished
 from forebay.events.requests import Sampling, StructuredOutput
 from forebay.events.tokens import ResponseEnded, TokenChunk, TokensEmitted, Usage
@@ -23,21 +23,14 @@ from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.outputs import CHARS_MAX, DIMENSIONS, FORMATS, REASONING, OutputScripts, SchemaValues
 from forebay.workers.runtime.resume import continued
-from tests.engines.driven import Answer, Driven, driven
+from tests.engines.driven import Driven, driven
 from tests.workers.conftest import VOCABULARY, Scene, engine_config, until, work_item
+from tests.workers.hosted import HOSTED_SPEC
 from tests.workers.work_items import finish, tokens_of
-
-SPEC = WorkerSpec(
-    worker_id="w1", model="m", block_size=4, kv_blocks_total=64, max_num_seqs=8, max_num_batched_tokens=64
-)
 
 
 def mock(speedup: float = 1e4, **sizes: int) -> AbstractAsyncContextManager[Driven]:
-    return driven(MockEngine(engine_config(**sizes), speedup=speedup), SPEC)
-
-
-async def ended(one: Driven, *answers: Answer) -> None:
-    await one.until(lambda: all(answer.over for answer in answers))
+    return driven(MockEngine(engine_config(**sizes), speedup=speedup), HOSTED_SPEC)
 
 
 async def test_same_prompt_and_seed_give_the_same_output_on_every_engine() -> None:
@@ -86,7 +79,7 @@ async def test_rejections_are_reported_as_failures() -> None:
             items["invalid_request"].append(msgspec.structs.replace(prompt, sequence_hashes=hashes))
         for code, refused in items.items():
             answers = [one.submit(item) for item in refused]
-            await ended(one, *answers)
+            await one.until(lambda: all(answer.over for answer in answers))  # noqa: B023 - awaited here
             errors = {(answer.error.status, answer.error.code) for answer in answers if answer.error is not None}
             assert errors == {(400, code)}
         assert (await one.ask([1, 2, 3, 4], 2)).error is None
@@ -338,17 +331,22 @@ def test_structures(kind: Any, text: str, found: str | None) -> None:
     assert script is None if found is None else script is not None and script[0].startswith(found)
 
 
+async def generated(made: WorkItem, vocabulary: Sequence[int] = range(300, 400)) -> tuple[list[int], str, int]:
+    """Return the tokens of an item, its finish reason and the number of tokens that the engine reports."""
+    config = EngineConfig(vocabulary=tuple(vocabulary), block_size=4, kv_blocks_total=400)
+    batches = await finish(MockEngine(config, speedup=1e5, scripts=SCRIPTS), made)
+    (end,) = [end for batch in batches for end in batch.finished]
+    return tokens_of(batches), end.reason, end.output_tokens
+
+
 @pytest.mark.parametrize(("max_tokens", "reason"), [(500, "stop"), (3, "length")])
 async def test_the_engine_emits_a_script_and_ends_with_stop(max_tokens: int, reason: str) -> None:
     text = '{"const": "a text of more than three tokens"}'
     structured = StructuredOutput(kind="json_schema", text=text)
     sampling = Sampling(max_tokens=max_tokens, structured=structured)
-    engine = MockEngine(EngineConfig(vocabulary=(7,), block_size=4, kv_blocks_total=200), speedup=1e5, scripts=SCRIPTS)
-    batches = await finish(engine, work_item("a", list(range(9)), 50, sampling=sampling))
-    tokens = tokens_of(batches)
     expected = MODEL.encode('"a text of more than three tokens"')[:max_tokens]
-    (end,) = [end for batch in batches for end in batch.finished]
-    assert (tokens, end.reason, end.output_tokens) == (expected, reason, len(expected))
+    made = work_item("a", list(range(9)), 50, sampling=sampling)
+    assert await generated(made, vocabulary=(7,)) == (expected, reason, len(expected))
 
 
 async def test_words_follow_a_script_that_is_not_whole() -> None:
@@ -356,12 +354,8 @@ async def test_words_follow_a_script_that_is_not_whole() -> None:
     made = work_item("a", token_ids, 60, sampling=Sampling(max_tokens=60))
     script = SCRIPTS.script(made)
     assert script is not None
-    engine = MockEngine(EngineConfig(vocabulary=(7,), block_size=4, kv_blocks_total=200), speedup=1e5, scripts=SCRIPTS)
-    batches = await finish(engine, made)
-    tokens = tokens_of(batches)
-    (end,) = [end for batch in batches for end in batch.finished]
-    assert tokens == script.token_ids + [7] * (60 - len(script.token_ids))
-    assert end.reason == "length"
+    words = [7] * (60 - len(script.token_ids))
+    assert await generated(made, vocabulary=(7,)) == (script.token_ids + words, "length", 60)
 
 
 PROMPTS: dict[str, tuple[list[int], dict[str, Any]]] = {
@@ -387,16 +381,7 @@ def test_a_continued_response_equals_the_undisturbed_one(
     token_ids, constraints = PROMPTS[case]
     sampled = Sampling(max_tokens=max_tokens, **sampling, **constraints)
     whole_item = work_item("a", token_ids, max_tokens, sampling=sampled)
-    config = EngineConfig(vocabulary=tuple(range(300, 400)), block_size=4, kv_blocks_total=400)
-    engine = MockEngine(config, speedup=1e5, scripts=SCRIPTS)
-
-    def generated(made: WorkItem) -> tuple[list[int], str, int]:
-        """Return the tokens of an item, its finish reason and the number of tokens that the engine reports."""
-        batches = asyncio.run(finish(engine, made))
-        (end,) = [end for batch in batches for end in batch.finished]
-        return tokens_of(batches), end.reason, end.output_tokens
-
-    whole, reason, count = generated(whole_item)
+    whole, reason, count = asyncio.run(generated(whole_item))
     assert count == len(whole)
     made, done = whole_item, 0
     # A worker continues a response only if it has fewer than `max_tokens` tokens.
@@ -404,7 +389,7 @@ def test_a_continued_response_equals_the_undisturbed_one(
     for begin in sorted({*(round(share * last) for share in shares), last}):
         made = continued(made, whole[done:begin], 4)
         assert made == continued(whole_item, whole[:begin], 4)
-        assert generated(made) == (whole[begin:], reason, len(whole) - begin)
+        assert asyncio.run(generated(made)) == (whole[begin:], reason, len(whole) - begin)
         done = begin
 
 

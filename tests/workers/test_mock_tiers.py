@@ -225,17 +225,6 @@ async def test_a_pinned_prompt_stays_in_host_memory(pin_s: int) -> None:
         assert one.onboarded("b") == ({"host": 16} if pin_s else {})
 
 
-async def test_the_metrics_are_those_of_the_tiers() -> None:
-    async with tiered(HOST) as one:
-        await one.run(item_of("a"))
-        one.forget()
-        await one.run(item_of("b"))
-        (collector,) = one.engine.collectors()
-        samples = [sample for metric in collector.collect() for sample in metric.samples]
-        assert {sample.labels["worker_id"] for sample in samples} == {"w1"}
-        assert [sample.value for sample in samples if sample.name == "kvbm_matched_tokens"] == [16]
-
-
 async def test_ranks_have_their_own_tiers(tmp_path: Path) -> None:
     settings = TierSettings(
         host_bytes=HOST.host_bytes, disk=tmp_path / "disk", disk_bytes=1 << 20, filter=False, io="plain"
@@ -284,19 +273,6 @@ async def test_a_sleeping_engine_keeps_its_tiers() -> None:
         assert await one.run(item_of("b")) == tokens
         assert one.onboarded("b") == {"host": 16}
         assert {*BLOCKS} <= one.lower["host"], "the blocks are announced again"
-
-
-async def test_a_reset_keeps_the_tiers(tmp_path: Path) -> None:
-    settings = disk_of(tmp_path)
-    async with tiered(settings) as one:
-        tokens = await one.run(item_of("a"))
-        await one.has("disk", BLOCKS)
-        one.submit(item_of("dropped"))
-        one.engine.reset()
-        assert one.engine.requests() == {}
-        assert {*BLOCKS} <= one.announced()
-        assert await one.run(item_of("b")) == tokens
-        assert one.onboarded("b") == {"disk": 16}
 
 
 async def test_measured_costs_are_reported(tmp_path: Path) -> None:

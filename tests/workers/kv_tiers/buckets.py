@@ -1,6 +1,7 @@
 """S3 servers for tests: moto as a real HTTP server, with faults in front of it."""
 
 import contextlib
+import functools
 import http.client
 import threading
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ def clear_bucket(endpoint: str) -> None:
             bucket.delete_object(Bucket=BUCKET, Key=one["Key"])
 
 
+@functools.cache
 def client(endpoint: str) -> Any:
     return boto3.client(
         "s3",

@@ -110,24 +110,6 @@ def test_several_workers_write_and_read_the_same_blocks(tmp_path: Path, io: IoKi
     assert all(inventory(store) == set(names(40)) for store in stores)
 
 
-def test_an_inventory_during_writes_has_only_whole_blocks(tmp_path: Path) -> None:
-    writer, reader = open_directory(tmp_path, shared=True), open_directory(tmp_path, shared=True)
-    done = threading.Event()
-
-    def keep_writing() -> None:
-        for number in range(150):
-            write(writer, [number])
-        done.set()
-
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(keep_writing)
-        while not done.is_set():
-            for page in reader.inventory():
-                memory = [memoryview(bytearray(BLOCK_BYTES)) for _ in page]
-                assert reader.read(page, memory, 50.0) == [""] * len(page)
-    assert inventory(reader) == set(names(150))
-
-
 # --- Crashes and broken disks
 
 CRASH = """
@@ -146,7 +128,7 @@ store.write([(BlockName(bytes(32), 1), memoryview(bytearray(5_000)))], 50.0)
 """
 
 
-@pytest.mark.parametrize("kind", ["shared", "own"])
+@pytest.mark.parametrize("kind", ["shared", pytest.param("own", marks=pytest.mark.slow)])
 def test_files_of_a_crashed_writer_are_removed(tmp_path: Path, kind: str) -> None:
     command = [sys.executable, "-c", CRASH, str(tmp_path), kind]
     assert subprocess.run(command, check=False, cwd=Path(__file__).parents[3]).returncode == 9

@@ -18,7 +18,7 @@ from forebay.workers.kv_transfer import transport as kv_transport
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from tests.depth import examples
 from tests.workers.conftest import until
-from tests.workers.kv_transfer.conftest import BLOCK_BYTES, BLOCKS, have, held_for, other, transport, within
+from tests.workers.kv_transfer.conftest import BLOCK_BYTES, BLOCKS, have, other, transport, within
 from tests.workers.kv_transfer.peer import prefilled, unpacked
 from tests.workers.other_process import PATIENCE_S, TIMEOUT_S
 
@@ -332,21 +332,6 @@ async def test_nixl_unfetched_offer_is_freed_when_its_lease_ends() -> None:
         await until(lambda: not holder.stats.held_offers)
         holder.offer("c", [1])
         await until(lambda: len(freed) == 3)
-
-
-async def test_nixl_a_reader_that_dies_leaves_its_blocks_to_the_lease() -> None:
-    async with transport("p@8") as (holder, freed), transport("d@8") as (reader, _):
-        async with other("e@8") as far:
-            assert await far.fetch(prefilled(holder, "a", [1]), [0]) == "done"
-            await until(lambda: freed == [("a", "fetched")])
-            held_for(holder, 0.2)
-            holder.offer("b", [2])
-            await far.kill()
-        held_for(holder, PATIENCE_S)
-        await reader.fetch(prefilled(holder, "c", [3]), 0, [0])
-        assert have(reader, [0], [3], seed=2), "others are served"
-        await until(lambda: ("b", "expired") in freed)
-        assert ("c", "fetched") in freed
 
 
 @pytest.mark.parametrize("block_bytes", [64 << 10, 1 << 20])
