@@ -300,11 +300,6 @@ async def test_disagg_kv_of_another_connector_is_not_fetched(scene: Scene, by: s
         await both.idle()
 
 
-def slow_pair(scene: Scene, decode_speedup: float = 1000.0, prefill_speedup: float = 1000.0, **settings: Any) -> Any:
-    kv = kv_settings(**settings)
-    return pair_of(scene, side(scene, "prefill", kv, prefill_speedup), side(scene, "decode", kv, decode_speedup))
-
-
 class Gate:
     """Gate at which the fetches of a decode worker wait."""
 
@@ -325,15 +320,10 @@ class Gate:
         transport.fetch = gated
 
 
-async def warmed(both: Pair) -> None:
-    await both.answer("warm", await both.compute("warm", [500]))
-    await both.generated("warm")
-
-
 @pytest.mark.parametrize("connector", ["nixl", "modelled"])
 async def test_a_second_disagg_attempt_at_the_same_worker_replaces_the_first(scene: Scene, connector: str) -> None:
     expected = await aggregated(scene, "alone")
-    async with slow_pair(scene, connector=connector) as both:
+    async with pair(scene, connector=connector) as both:
         first = await both.compute("r")
         await both.ask("r", attempt=2)
         await until(lambda: len(scene.progress(PrefillFinished)) == 2)
@@ -348,8 +338,9 @@ async def test_a_second_disagg_attempt_at_the_same_worker_replaces_the_first(sce
 
 async def test_disagg_released_kv_is_not_read_and_that_of_the_next_attempt_stays(scene: Scene) -> None:
     expected = await aggregated(scene, "alone")
-    async with slow_pair(scene) as both:
-        await warmed(both)
+    async with pair(scene) as both:
+        await both.answer("warm", await both.compute("warm", [500]))
+        await both.generated("warm")
         gate = Gate(both)
         first = await both.compute("r")
         await both.answer("r", first)
@@ -370,6 +361,3 @@ async def test_disagg_released_kv_is_not_read_and_that_of_the_next_attempt_stays
         await both.answer("r", await both.computed("r"), attempt=2)
         assert await both.generated("r") == expected
         await both.idle()
-
-
-# Workers that lose their place, go to sleep, or stop
