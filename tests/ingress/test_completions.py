@@ -350,12 +350,6 @@ async def test_an_aggregated_worker_is_named_for_both_stages(scene: Scene, *, st
     assert "prefill" not in last["forebay"]
 
 
-async def test_disagg_responses_ended_by_a_stop_string_name_both_workers(scene: Scene) -> None:
-    pending, name = await started(scene, named_text(stop=["upon"]), TEXT)
-    scene.emit(name, scene.model.encode("Once upon a time"), prefilled=PREFILLED)
-    assert (await pending).json()["nvext"] == worker_ids("p1", 2, "w1")
-
-
 async def test_disagg_a_later_attempt_keeps_the_first_prefill_worker(scene: Scene) -> None:
     pending, name = await started(scene, named_text(), TEXT)
     at = scene.emit(name, scene.model.encode("Once"), prefilled=PREFILLED)
@@ -366,15 +360,6 @@ async def test_disagg_a_later_attempt_keeps_the_first_prefill_worker(scene: Scen
     body = (await pending).json()
     assert body["nvext"] == worker_ids("p1", 2, "w2")
     assert (body["forebay"]["attempts"], body["forebay"]["prefill"]) == (2, PREFILL)
-
-
-async def test_disagg_an_attempt_without_output_does_not_name_its_prefill_worker(scene: Scene) -> None:
-    pending, name = await started(scene, named_text(), TEXT)
-    scene.start_attempt(name, 2)
-    scene.emit(name, scene.model.encode("Never"), prefilled=PrefilledBy(worker_id="p0"))
-    at = scene.emit(name, scene.model.encode("Once"), attempt=2, prefilled=PREFILLED)
-    scene.end(name, output=at, attempt=2)
-    assert (await pending).json()["forebay"]["prefill"] == PREFILL
 
 
 async def test_a_response_may_be_sent_back_as_a_message(scene: Scene) -> None:

@@ -57,18 +57,10 @@ def copy(tmp_path: Path, **config: object) -> Path:
     return directory
 
 
-def test_templates_may_raise_and_may_be_files_or_named(tmp_path: Path) -> None:
+def test_templates_may_reject_messages(tmp_path: Path) -> None:
     directory = copy(tmp_path, chat_template="{{ raise_exception('only users speak') }}")
     with pytest.raises(ApiError, match="only users speak"):
         Model(directory).render([{"role": "user", "content": "x"}])
-    (directory / "chat_template.jinja").write_text(
-        "{{ bos_token }}{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
-    )
-    assert Model(directory).render([{"role": "user", "content": "ä"}]) == '"ä"'
-    named = copy(
-        tmp_path / "b", chat_template=[{"name": "default", "template": "d"}, {"name": "tools", "template": "t"}]
-    )
-    assert Model(named).render([]) == "d"
 
 
 def test_a_template_gets_no_tools_by_default(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The pages `/` and `/docs`, and /openapi.json. tests/cli/test_up_api.py opens the pages in a browser."""
 
 import json
-from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -64,7 +63,6 @@ async def test_the_name_of_a_model_is_escaped() -> None:
         assert "&lt;b&gt;&amp;x" in page
 
 
-METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "TRACE")
 ERROR = {"$ref": "#/components/schemas/Error"}
 
 
@@ -76,36 +74,6 @@ def admin_token() -> str:
 async def document(scene: Scene) -> dict[str, Any]:
     found: dict[str, Any] = (await scene.client.get("/openapi.json")).raise_for_status().json()
     return found
-
-
-def references(value: Any) -> Iterator[str]:
-    """Yield every `$ref` of a document."""
-    if isinstance(value, dict):
-        if isinstance(value.get("$ref"), str):
-            yield value["$ref"]
-        for part in value.values():
-            yield from references(part)
-    elif isinstance(value, list):
-        for part in value:
-            yield from references(part)
-
-
-def resolved(whole: dict[str, Any], reference: str) -> Any:
-    found: Any = whole
-    assert reference.startswith("#/"), reference
-    for step in reference[2:].split("/"):
-        found = found[step]
-    return found
-
-
-@pytest.mark.parametrize("token", ["", "token-of-tests"])
-async def test_every_reference_resolves(token: str) -> None:
-    async with make_scene(admin_token=token) as scene:
-        whole = await document(scene)
-    assert len(set(references(whole))) > 10
-    for reference in sorted(set(references(whole))):
-        Draft202012Validator.check_schema(resolved(whole, reference))
-    assert ("/v1/commands" in whole["paths"]) is bool(token)
 
 
 async def test_every_error_matches_its_schema(scene: Scene) -> None:
@@ -123,7 +91,8 @@ async def test_every_error_matches_its_schema(scene: Scene) -> None:
             for status, response in responses.items():
                 if status != "200":
                     assert response["content"] == {"application/json": {"schema": ERROR}}, (path, status)
-    for path in ("/v1/chat/completions", "/v1/completions"):
+    assert whole["paths"].keys() >= UNCHECKED
+    for path in (CHAT, TEXT):
         content = whole["paths"][path]["post"]["responses"]["200"]["content"]
         assert content.keys() == {"application/json", "text/event-stream"}
 
@@ -134,19 +103,6 @@ ADMIN = {
     *("/v1/pools/canary", "/v1/pools/drain", "/v1/pools/policy", "/v1/pools/routing", "/v1/unload_lora_adapter"),
     "/wake_up",
 }
-
-
-async def test_an_unsupported_method_gets_the_supported_ones(scene: Scene) -> None:
-    whole = await document(scene)
-    for path, operations in whole["paths"].items():
-        taken = {method.upper() for method in operations}
-        for method in (method for method in METHODS if method not in taken):
-            response = await scene.client.request(method, path.replace("{", "").replace("}", ""))
-            assert response.status_code == 405, (method, path)
-            assert set(response.headers["allow"].split(", ")) == taken, (method, path)
-            if method != "HEAD":
-                Draft202012Validator(whole["components"]["schemas"]["Error"]).validate(response.json())
-    assert whole["paths"].keys() >= UNCHECKED
 
 
 @MODULE_LOOP

@@ -420,22 +420,6 @@ async def test_a_cache_salt_is_always_allowed_and_salts_the_hashes(scene: Scene)
         assert salted.sequence_hashes == sequence_hashes(plain.token_ids, 4, hash_seed("", "t1"))
 
 
-async def test_an_adapter_is_served_as_a_model() -> None:
-    async with make_scene(loras=("sql", "law")) as scene:
-        cards = (await scene.client.get("/v1/models")).json()["data"]
-        assert [(card["id"], card.get("parent")) for card in cards] == [(NAME, None), ("sql", NAME), ("law", NAME)]
-        assert (await scene.client.get("/v1/models/law")).json()["id"] == "law"
-        pending = scene.start(CHAT, chat(nvext={"cache_salt": "t"}, model="sql"))
-        request = await scene.next_request()
-        assert (request.model, request.lora_name, request.cache_namespace) == (NAME, "sql", "t")
-        assert request.sequence_hashes == sequence_hashes(request.token_ids, 4, hash_seed("sql", "t"))
-        scene.end(request.request_id)
-        assert (await pending).json()["model"] == "sql"
-        unknown = await scene.client.post(CHAT, json=chat(model="poetry"))
-        assert unknown.status_code == 404
-        assert "models are: test-model, sql, law" in unknown.json()["error"]["message"]
-
-
 @pytest.mark.parametrize("loras", [("a", "a"), (NAME,), ("",), ("a" * 257,)])
 def test_adapter_names_must_be_unique(loras: tuple[str, ...]) -> None:
     with pytest.raises(Unusable):

@@ -208,7 +208,7 @@ async def pending(scene: Scene, source: LogSource | None, **options: Any) -> Asy
         await explainer.close()
 
 
-async def test_explanations_equal_those_of_this_process_and_share_one_worker(
+async def test_one_process_explains_as_this_one_does_until_it_dies(
     scene: Scene, log: Path, processes: list[Process]
 ) -> None:
     opened = SqliteLog.open(log, readonly=True)
@@ -218,21 +218,18 @@ async def test_explanations_equal_those_of_this_process_and_share_one_worker(
         responses = await asyncio.gather(*(start_request("r") for _ in range(3)))
         assert [reply.status_code for reply in responses] == [200] * 3
         again = await start_request("r")
-    assert len(processes) == 1
-    assert msgspec.json.decode(again.content, type=Explanation) == here
-    assert (here.state, here.earlier_uses) == ("decode", None)
-    labels = 'endpoint="explain",model="test-model",request_type="unary",status="success"'
-    assert scene.metric(f"dynamo_frontend_requests_total{{{labels}}} 4.0")
-
-
-async def test_an_unknown_id_is_a_404(scene: Scene, log: Path) -> None:
-    async with pending(scene, LogSource(path=str(log))) as (_, start_request):
-        missing = await start_request("q")
-        assert error(missing) == (404, "request_not_found")
-        assert missing.json()["error"]["message"] == "unknown request 'q'; check the ID"
-        slashes = await start_request("q/1%2F2")
-        assert error(slashes) == (404, "request_not_found")
-        assert slashes.json()["error"]["message"] == "unknown request 'q/1/2'; check the ID"
+        assert msgspec.json.decode(again.content, type=Explanation) == here
+        assert (here.state, here.earlier_uses) == ("decode", None)
+        labels = 'endpoint="explain",model="test-model",request_type="unary",status="success"'
+        assert scene.metric(f"dynamo_frontend_requests_total{{{labels}}} 4.0")
+        for path, name in (("q", "q"), ("q/1%2F2", "q/1/2")):
+            missing = await start_request(path)
+            assert error(missing) == (404, "request_not_found")
+            assert missing.json()["error"]["message"] == f"unknown request '{name}'; check the ID"
+        (process,) = processes
+        os.kill(process.pid, signal.SIGKILL)
+        await process.wait()
+        assert (await start_request("r")).status_code == 200
 
 
 async def test_a_log_in_memory_is_rejected_with_the_remedy(scene: Scene) -> None:
@@ -282,15 +279,6 @@ async def test_a_timeout_fails_the_queued_explanations_too(
         assert set(responses[1:]) <= {(503, "explain_busy"), (504, "explain_timeout")}
         assert "forebay explain" in (await waiting[0]).json()["error"]["message"]
         assert {process.returncode for process in processes} == {-signal.SIGKILL}
-
-
-async def test_a_process_that_dies_is_replaced(scene: Scene, log: Path, processes: list[Process]) -> None:
-    async with pending(scene, LogSource(path=str(log))) as (_, start_request):
-        assert (await start_request("r")).status_code == 200
-        (process,) = processes
-        os.kill(process.pid, signal.SIGKILL)
-        await process.wait()
-        assert (await start_request("r")).status_code == 200
 
 
 async def test_a_crash_is_reported_and_no_process_starts_after_close(
