@@ -251,31 +251,12 @@ def test_unknown_parameters_of_a_server_are_not_offered(changes: dict[str, Any])
         offer(item(), "w", "m", PARAMS | changes)
 
 
+LINES = (
+    '|:|: comment|data|data:|data: |data:  two spaces|data: {|data: "é€😀"}|event: error|event:|id: 7|id: \0|retry: 100'
+    "|retry: x| data: not a field|Data: nor this|data : nor this|\ufeffdata: a second BOM is no BOM|data: [DONE]"
+)
 lines = st.one_of(
-    st.sampled_from(
-        [
-            "",
-            ":",
-            ": comment",
-            "data",
-            "data:",
-            "data: ",
-            "data:  two spaces",
-            "data: {",
-            'data: "é€😀"}',
-            "event: error",
-            "event:",
-            "id: 7",
-            "id: \0",
-            "retry: 100",
-            "retry: x",
-            " data: not a field",
-            "Data: nor this",
-            "data : nor this",
-            "\ufeffdata: a second BOM is no BOM",
-            "data: [DONE]",
-        ]
-    ),
+    st.sampled_from(LINES.split("|")),
     st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=8).map("data:".__add__),
 )
 streams = st.tuples(
@@ -321,24 +302,6 @@ def test_events_do_not_depend_on_how_the_bytes_arrive(
             found += decoder.feed(whole[at:place])
             at = place
         assert found == expected
-
-
-@pytest.mark.parametrize(
-    ("stream", "expected"),
-    [
-        ("data: YHOO\ndata: +2\ndata: 10\n\n", ["YHOO\n+2\n10"]),
-        (": test\n\ndata: first\nid: 1\n\ndata:second\nid\n\ndata:  third\n", ["first", "second"]),
-        ("data\n\ndata\ndata\n\ndata:", ["", "\n"]),
-        ("data:test\n\ndata: test\n\n", ["test", "test"]),
-    ],
-)
-def test_the_examples_of_the_standard(stream: str, expected: list[str]) -> None:
-    assert [one.data.decode() for one in SseDecoder().feed(stream.encode())] == expected
-
-
-def test_an_event_has_the_type_that_the_stream_names() -> None:
-    found = SseDecoder().feed(b"event: add\ndata: 73857293\n\ndata: x\n\n")
-    assert found == [ServerEvent("add", b"73857293"), ServerEvent("", b"x")]
 
 
 def test_the_bytes_of_an_unfinished_event_are_known() -> None:

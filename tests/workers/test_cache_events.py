@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +28,6 @@ from forebay.events.kv import (
     StoreKvEvent,
 )
 from forebay.events.metrics import TierCost, TierCosts, TierCostsMeasured
-from forebay.events.progress import RequestFinished
 from forebay.events.topics import KV_EVENTS, METRICS
 from forebay.events.work import ReannounceCache
 from forebay.transport.base import Draft, LogError
@@ -38,34 +38,32 @@ from forebay.workers.runtime.worker import Worker
 from tests.harness.fake_runtime import FakeRuntime
 from tests.harness.faulty_log import FaultyLog
 from tests.workers.conftest import Scene, until, work_item
+from tests.workers.hosted import HOSTED_SPEC
 
 EPOCH = 7
 
 
 def spec(**changes: Any) -> WorkerSpec:
-    sizes: dict[str, Any] = {"block_size": 4, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    return WorkerSpec(worker_id="w1", model="m", **sizes, **changes)
+    return msgspec.structs.replace(HOSTED_SPEC, **changes)
 
 
-def generated(drafts: list[Draft]) -> list[CacheEvent]:
+def generated(drafts: list[Draft]) -> list[Any]:
     return [decode(KV_EVENTS, draft.value) for draft in drafts]
 
 
-def fold(held: dict[int, list[int]], events: list[CacheEvent]) -> None:
-    """Return the blocks of each rank for a reader that requires parents before children."""
+def cached(events: list[Any]) -> set[int]:
+    """Return the blocks of one rank for a reader that requires parents first."""
+    blocks: set[int] = set()
     for event in events:
-        rank = held.setdefault(event.rank, [])
         match event:
             case BlocksStored():
-                assert event.parent_hash is None or event.parent_hash in rank
-                new = unpack_u64(event.sequence_hashes)
-                rank += [block for block in new if block not in rank]
+                assert event.parent_hash is None or event.parent_hash in blocks
+                blocks.update(unpack_u64(event.sequence_hashes))
             case BlocksRemoved():
-                for block in unpack_u64(event.sequence_hashes):
-                    if block in rank:
-                        rank.remove(block)
+                blocks.difference_update(unpack_u64(event.sequence_hashes))
             case CacheCleared():
-                rank.clear()
+                blocks.clear()
+    return blocks
 
 
 blocks = st.lists(st.integers(1, 12), min_size=1, max_size=5, unique=True).map(tuple)
@@ -90,9 +88,7 @@ def test_reannouncement_equals_the_announced_cache(history: list[tuple[int, Stor
     assert type(anew[0]) is CacheCleared
     assert all(type(event) is BlocksStored for event in anew[1:])
     assert {event.rank for event in anew} == {requested}
-    again: dict[int, list[int]] = {}
-    fold(again, anew)
-    assert set(again[requested]) == held[requested]
+    assert cached(anew) == held[requested]
     hashes = [
         block for event in anew[1:] if isinstance(event, BlocksStored) for block in unpack_u64(event.sequence_hashes)
     ]
@@ -140,12 +136,7 @@ STORE = "store-1"
 
 
 def store_spec(**changes: Any) -> WorkerSpec:
-    sizes: dict[str, Any] = {"block_size": 4, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    return WorkerSpec(worker_id="w1", model="m", **sizes, **{"kv_store": STORE, **changes})
-
-
-def decoded(drafts: list[Draft]) -> list[Any]:
-    return [decode(KV_EVENTS, draft.value) for draft in drafts]
+    return spec(**{"kv_store": STORE, **changes})
 
 
 def facts(events: Sequence[StoreEvent]) -> list[tuple[type[StoreKvEvent], list[int]]]:
@@ -155,7 +146,7 @@ def facts(events: Sequence[StoreEvent]) -> list[tuple[type[StoreKvEvent], list[i
 def test_changes_are_encoded_in_order_and_in_bounded_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_events, "EVENT_HASHES_MAX", 2)
     changes = [StoreChange(stored=(1, 2, 3)), StoreChange(stored=(5,), removed=(1,), stale=(2, 4))]
-    events = decoded(StoreEvents(store_spec(), 0).changes(changes))
+    events = generated(StoreEvents(store_spec(), 0).changes(changes))
     assert facts(events) == [
         (StoreBlocksAdded, [1, 2]),
         (StoreBlocksAdded, [3]),
@@ -165,12 +156,12 @@ def test_changes_are_encoded_in_order_and_in_bounded_records(monkeypatch: pytest
     ]
     assert [event.stale for event in events if isinstance(event, StoreBlocksRemoved)] == [False, True]
     assert {(event.store, event.worker_id) for event in events} == {(STORE, "w1")}
-    announced = decoded(StoreEvents(store_spec(), 0).announcement(range(1, 6)))
+    announced = generated(StoreEvents(store_spec(), 0).announcement(range(1, 6)))
     assert facts(announced) == [(StoreBlocksAdded, [1, 2]), (StoreBlocksAdded, [3, 4]), (StoreBlocksAdded, [5])]
 
 
 def test_an_empty_store_is_announced_so_that_the_owner_learns_its_name() -> None:
-    assert facts(decoded(StoreEvents(store_spec(), 0).announcement(()))) == [(StoreBlocksAdded, [])]
+    assert facts(generated(StoreEvents(store_spec(), 0).announcement(()))) == [(StoreBlocksAdded, [])]
 
 
 @pytest.mark.parametrize("changes", [{"kv_store": ""}, {"kv_events": False}])
@@ -220,25 +211,6 @@ def test_costs_are_reported_at_most_once_per_interval_and_rank() -> None:
         assert len(reports.report(0, costs(prefill_us=900.0), 0)) == 1
 
 
-def over(scene: Scene, *names: str) -> bool:
-    return {end.request_id for end in scene.progress(RequestFinished)}.issuperset(names)
-
-
-def cached(events: list[Any]) -> set[int]:
-    """Return the blocks of one rank for a reader that requires parents first."""
-    blocks: set[int] = set()
-    for event in events:
-        match event:
-            case BlocksStored():
-                assert event.parent_hash is None or event.parent_hash in blocks
-                blocks.update(unpack_u64(event.sequence_hashes))
-            case BlocksRemoved():
-                blocks.difference_update(unpack_u64(event.sequence_hashes))
-            case CacheCleared():
-                blocks.clear()
-    return blocks
-
-
 def reannounced(worker: Worker, times: int) -> bool:
     return worker.counters.reannounced == times
 
@@ -254,7 +226,7 @@ async def test_cache_is_reannounced_during_work(scene: Scene) -> None:
         for turn in range(1, 6):
             await scene.send(ReannounceCache(owner_epoch=0, worker_epoch=epoch, rank=0))
             await until(partial(reannounced, worker, turn))
-        await until(lambda: over(scene, *[f"r{number}" for number in range(20)]))
+        await scene.ended(*[f"r{number}" for number in range(20)])
         await scene.send(ReannounceCache(owner_epoch=0, worker_epoch=epoch, rank=0))
         await until(partial(reannounced, worker, 6))
     events = [event for event in scene.kv() if event.rank == 0]

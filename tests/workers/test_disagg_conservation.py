@@ -12,7 +12,6 @@ from xxhash import xxh3_64_intdigest
 from forebay.engine_model.sequence import generate_tokens
 from forebay.events.base import unpack_u32
 from forebay.events.control import Command, Role
-from forebay.events.fleet import WorkerSpec
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineBatch
@@ -20,6 +19,7 @@ from forebay.workers.engines.mock.engine import MockEngine
 from tests.depth import examples
 from tests.workers.conftest import VOCABULARY, engine_config, until, work_item
 from tests.workers.disagg import kv_settings
+from tests.workers.hosted import HOSTED_SPEC
 
 PROMPTS = ([1], [1, 2, 3, 4], list(range(8)), list(range(11)), [*range(8), 70, 71, 72], list(range(50, 70)))
 BLOCKS = 12  # the longest prompt takes five, and two for its answer: not all find room at once
@@ -45,10 +45,7 @@ class EngineSide:
     def __init__(self, role: Role, run: "Run") -> None:
         config = engine_config(kv_blocks_total=BLOCKS)
         self.engine = MockEngine(config, speedup=1e5, kv=kv_settings(lease_s=60.0))
-        self.spec = WorkerSpec(
-            worker_id=role, model="m", role=role, block_size=4, kv_blocks_total=BLOCKS, max_num_seqs=8,
-            max_num_batched_tokens=64,
-        )  # fmt: skip
+        self.spec = msgspec.structs.replace(HOSTED_SPEC, worker_id=role, role=role, kv_blocks_total=BLOCKS)
         self.epoch = 0
         self.under_way: dict[str, WorkItem] = {}
         self._run = run

@@ -22,7 +22,6 @@ from forebay.workers.engine import EngineBatch, EngineError, EngineRefused
 from forebay.workers.engines.encode import EncodeEngine
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.standin_encoder import WIDTH, MediaUnusable, StandInEncoder
-from forebay.workers.kv_transfer import nixl_agent
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.runtime import media_feed
 from forebay.workers.runtime.resume import continued
@@ -363,9 +362,3 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, missing: str)
     monkeypatch.setitem(__import__("sys").modules, missing, None)
     with pytest.raises(EngineError, match=r"pip install 'forebay\[media\]'"):
         StandInEncoder().load()
-
-
-def test_without_nixl_an_encode_worker_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "nixl_cu12", None)
-    with pytest.raises(EngineError, match="pip install --no-deps nixl-cu12"):
-        nixl_agent.load_nixl()

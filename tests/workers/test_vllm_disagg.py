@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.events.decisions import Stage
-from forebay.events.fleet import WorkerSpec
 from forebay.events.tokens import ResponseError
 from forebay.events.transfer import DESCRIPTOR_BYTES_MAX, KvLayout, Prefilled
 from forebay.workers.engine import EngineError, KvEngine
@@ -31,8 +30,9 @@ from forebay.workers.engines.vllm.extension import KvLeases
 from forebay.workers.engines.vllm.transfer import CONNECTOR, EXPIRES, transfer_params
 from tests.engines.driven import Answer, Driven, driven
 from tests.workers.conftest import until
+from tests.workers.hosted import HOSTED_SPEC
 
-SPEC = WorkerSpec(worker_id="w", model="m", block_size=1, kv_blocks_total=1, max_num_seqs=1, max_num_batched_tokens=1)
+SPEC = msgspec.structs.replace(HOSTED_SPEC, worker_id="w", block_size=1)
 BLOCK = 32
 PROMPT = 40  # tokens
 TOLD = {  # by vLLM 0.32, of a prompt of two blocks

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
@@ -22,6 +23,7 @@ from forebay.workers.kv_tiers.identity import BlockName
 from forebay.workers.kv_tiers.settings import TierSettings
 from tests.engines.driven import Driven
 from tests.workers.conftest import VOCABULARY, until, work_item
+from tests.workers.hosted import HOSTED_SPEC
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 32
@@ -29,9 +31,7 @@ PROMPT = list(range(1, 19))  # four full blocks and half of one
 # A block takes 8 ms to compute at this speed, so that loading it is always faster.
 TIMING = LinearTiming(step=100.0, prefill_token=20_000.0, decode_step=1_000.0)
 SPEEDUP = 10.0
-SPEC = WorkerSpec(
-    worker_id="w1", model="model", block_size=4, kv_blocks_total=64, max_num_seqs=8, max_num_batched_tokens=256
-)
+SPEC = msgspec.structs.replace(HOSTED_SPEC, kv_blocks_total=64, max_num_seqs=8, max_num_batched_tokens=256)
 CONFIG = EngineConfig(
     vocabulary=VOCABULARY, timing=TIMING, block_size=4, kv_blocks_total=64, max_num_seqs=8, max_num_batched_tokens=256
 )

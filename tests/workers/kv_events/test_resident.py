@@ -33,12 +33,10 @@ from forebay.workers.runtime.cache_events import CacheEvents
 from tests.workers.kv_events.captured import (
     A_HASHES,
     BRANCH,
-    D_HASHES,
     GENERATED,
     PROMPT,
     SGLANG_BATCHES,
     VLLM_BATCHES,
-    D,
     ours,
     payload,
 )
@@ -84,15 +82,6 @@ def test_hashes_of_vllm_events_equal_those_of_prompts() -> None:
     assert gone == [prompt[2], branch.hashes[0], prompt[1], prompt[0]]
     assert changes[9] == [Cleared(), changes[0][0]] == changes[10]
     assert not blocks.counts and blocks.held() == prompt[:2] and len(blocks) == 2
-
-
-def test_all_blocks_are_held_until_the_clear() -> None:
-    decoder, blocks = VllmDecoder(), ResidentBlocks(32, counts_copies=True)
-    for _, events in VLLM_BATCHES[:9]:
-        for event in decoder(payload(events)).events:
-            blocks.apply(event)
-    left = [*ours(D[0], 32)[:4], *ours(D[1], 32), *ours(D[2], 32), *ours(D[3], 32)]
-    assert sorted(blocks.held()) == sorted(left) and len(left) == 4 + 3 * len(D_HASHES[0])
 
 
 def test_hashes_of_sglang_events_equal_those_of_prompts() -> None:
