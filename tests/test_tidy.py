@@ -429,7 +429,4 @@ def test_requirements_are_hashed(name: str) -> None:
     text = (ROOT / name).read_text()
     blocks = re.split(r"\n(?=[a-z])", "\n" + text, flags=re.IGNORECASE)[1:]
     assert blocks
-    check(
-        [block.splitlines()[0] for block in blocks if "--hash=sha256:" not in block],
-        "requirements without hash",
-    )
+    check([block.splitlines()[0] for block in blocks if "--hash=sha256:" not in block], "requirements without hash")

@@ -11,7 +11,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -48,6 +50,31 @@ def json_of(*arguments: object, code: int = 0) -> Any:
     run = forebay(*arguments, "--json")
     assert run.returncode == code, run.stdout + run.stderr
     return json.loads(run.stdout)
+
+
+@contextmanager
+def answering(status: int, body: str) -> Iterator[str]:
+    """Yield the address of an HTTP server that answers every request alike."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def do_POST(self) -> None:
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 class Terminal(io.StringIO):

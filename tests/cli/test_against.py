@@ -7,21 +7,18 @@ from typing import Any
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 
-from forebay.cli.app import app
 from forebay.cli.simulate.against import STATISTICS
 from forebay.events.codec import decode, encode
 from forebay.events.control import DisaggConfig, DisaggPolicy, PoolConfigured, RouterConfig
 from forebay.events.decisions import RequestRouted, SnapshotTaken
-from forebay.events.fleet import WorkerLost
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RequestCancelled
 from forebay.events.topics import DECISIONS
 from forebay.simulate.settings import Transfer
 from forebay.simulate.tiers.settings import DiskTier, FleetTiers, HostTier, StoreTier
 from forebay.transport.sqlite.log import SqliteLog
-from tests.cli.in_process import error_of, json_of
+from tests.cli.in_process import error_of, forebay, json_of
 from tests.cli.logs import at, made, written
 from tests.core.worlds import PROMPTS, request
 from tests.replay.disagg_history import history
@@ -49,12 +46,6 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("live") / "run.db"
     asyncio.run(run(path))
     return path
-
-
-def run_against(*arguments: Any) -> tuple[int, str, str]:
-    given = CliRunner().invoke(app, ["simulate", *map(str, arguments)])
-    assert given.exception is None or isinstance(given.exception, SystemExit), given.exception
-    return given.exit_code, given.stdout, given.stderr
 
 
 def file(made: Recorder, path: Path) -> Path:
@@ -95,8 +86,9 @@ async def _record_sequential_requests(path: Path) -> None:
 
 
 def test_workers_join_and_leave_as_recorded(live: Path) -> None:
-    code, text, _ = run_against("--against", live, "--speedup", SPEEDUP)
-    assert code == 0
+    run = forebay("simulate", "--against", live, "--speedup", SPEEDUP)
+    assert run.returncode == 0
+    text = run.stdout
     assert re.search(r"60 requests in [0-9.]+ s, 3 worker ranks", text)
     assert re.search(r"(5\d|60) requests *\n", text)
     assert "3 workers joined with empty caches and 1 were lost" in text
@@ -115,19 +107,6 @@ def test_a_simulation_resumes_from_the_snapshot_of_a_recording(live: Path, tmp_p
     assert any("Caches start with the blocks of the index" in note for note in report["notes"])
     # Prompts share their first blocks, so a simulation with empty caches would have fewer hits.
     assert report["simulated"]["prefix_reuse"] > 0.5
-
-
-def test_worker_lost_in_the_recording_is_lost_in_the_simulation(tmp_path: Path) -> None:
-    made = fleet("a", "b")
-    made("requests", request("r1", PROMPTS[0]))
-    worker = made.world.requests.get("r1")
-    assert worker is not None
-    lost = worker.worker_id
-    made("fleet", WorkerLost(owner_epoch=0, worker_id=lost, worker_epoch=worker.worker_epoch))
-    for kind, fields in ((FirstTokenEmitted, {}), (RequestFinished, {"finish_reason": "length", "output_tokens": 3})):
-        made.progress("r1", kind, 10_000, **fields)
-    report = json_of("simulate", "--against", file(made, tmp_path / "run.db"))
-    assert (report["observed"]["requests"], report["failed"], report["same_worker"]) == (1, 0, 1)
 
 
 def test_requests_unfinished_in_history_are_simulated_and_not_compared(tmp_path: Path) -> None:
@@ -161,10 +140,9 @@ def test_a_recording_without_requests_is_rejected(tmp_path: Path) -> None:
 def test_an_error_above_the_limit_exits_1(recording: Path) -> None:
     options = ["--against", recording, "--speedup", 2]
     assert json_of("simulate", *options, "--fail-above", "reuse=100,load=1000")["above"] == []
-    code, out, err = run_against(*options, "--fail-above", "ttft=10,itl=10.5,reuse=100")
-    assert code == 1
-    assert "TTFT p50, ms" in out
-    assert [line.split(" is ")[0] for line in err.splitlines()] == [
+    run = forebay("simulate", *options, "--fail-above", "ttft=10,itl=10.5,reuse=100")
+    assert (run.returncode, "TTFT p50, ms" in run.stdout) == (1, True)
+    assert [line.split(" is ")[0] for line in run.stderr.splitlines()] == [
         f"forebay: --fail-above: error of {time} {of}" for time in ("ttft_ms", "itl_ms") for of in ("p50", "p90")
     ]
 
@@ -179,9 +157,9 @@ def test_a_diverging_log_is_not_compared(recording: Path, tmp_path: Path) -> Non
     )
     elsewhere = msgspec.structs.replace(routed, worker_id="elsewhere")
     replace_record(broken, DECISIONS, offset, lambda _: encode(DECISIONS, elsewhere))
-    code, out, err = run_against("--against", broken)
-    assert (code, out) == (1, "")
-    assert f"history diverges at journal offset {offset}" in err
+    run = forebay("simulate", "--against", broken)
+    assert (run.returncode, run.stdout) == (1, "")
+    assert f"history diverges at journal offset {offset}" in run.stderr
 
 
 @pytest.mark.parametrize(
@@ -233,7 +211,7 @@ def test_disagg_a_simulated_recording_is_reproduced_exactly(tmp_path: Path) -> N
     assert {"prefill_ms.p99", "transfer_ms.p99", "prefilled_remotely", "transferred_bytes"} < set(report["errors"])
     assert set(report["errors"].values()) == {0.0}
     assert 66 > report["observed"]["prefilled_remotely"] > 0 < report["observed"]["transferred_bytes"]
-    text = " ".join(run_against("--against", log, *LINK)[1].split())
+    text = " ".join(forebay("simulate", "--against", log, *LINK).stdout.split())
     assert "transfers 700 us latency and 2 GB/s, 100,000 bytes per token" in text
     for row in ("transfer p99, ms", "prefill mean, ms", "prefilled remotely 13 13 +0.00 %"):
         assert row in text
@@ -267,7 +245,7 @@ def test_tiers_of_a_simulated_recording_are_reproduced_exactly(tmp_path: Path) -
     report = json_of("simulate", "--against", log, *options)
     assert {"from host", "from store"} < set(report["errors"])
     assert set(report["errors"].values()) == {0.0}
-    assert "from host" in run_against("--against", log, *options)[1]
+    assert "from host" in forebay("simulate", "--against", log, *options).stdout
     without = json_of("simulate", "--against", log)
     assert without["observed"]["from host"] > without["simulated"]["from host"] == 0.0
     smaller = json_of("simulate", "--against", log, "--kv-tier", "host:size=1GB", "--kv-bytes-per-token", "32768")

@@ -5,9 +5,7 @@ import json
 import signal
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import httpx
@@ -15,7 +13,7 @@ import openai
 import pytest
 import trustme
 
-from tests.cli.in_process import error_of, forebay
+from tests.cli.in_process import answering, error_of, forebay
 from tests.cli.up import ADMIN, ADMIN_TOKEN, PATIENCE_S, Up, running, verified
 from tests.cli.up import forebay as process
 from tests.harness.local import free_ports
@@ -89,14 +87,6 @@ def test_every_worker_sleeps_and_wakes_up(system: tuple[Up, Path]) -> None:
     assert completion(up, "forebay-default").status_code == 200
 
 
-def test_an_ingress_of_one_model_rejects_the_name_of_another(system: tuple[Up, Path]) -> None:
-    up, _ = system
-    assert control(up, "adapters", "--model", "forebay-default")[0] == 0
-    for command in (["adapters"], ["pools"], ["policy"]):
-        code, _, error = control(up, *command, "--model", "other")
-        assert (code, error) == (2, "forebay: unknown model 'other'; models are: forebay-default\n")
-
-
 def test_error_for_an_unreachable_target_gives_the_reason(system: tuple[Up, Path]) -> None:
     up, _ = system
     unknown = {
@@ -109,14 +99,10 @@ def test_error_for_an_unreachable_target_gives_the_reason(system: tuple[Up, Path
     for arguments, message in (
         (("adapters", "load"), "load requires --lora"),
         (("adapters", "load", "--lora", "x"), "--lora x: expected NAME=DIR"),
-        (("adapters", "unload"), "unload requires --lora"),
-        (("adapters", "--lora", "x"), "--lora requires load or unload"),
         (("adapters", "unload", "--lora", "x=x"), "--lora x=x: expected NAME=DIR to load an adapter, NAME"),
         (("power", "pause", "--lora", "x"), "unknown option '--lora'"),
         (("power", "wake-up", "--level", "2"), "--level requires sleep"),
-        (("power", "sleep", "--level", "3"), "expected a number less than or equal to 2, got 3"),
         (("policy", "--set", "disagg.policy=never", "--set", f"{BLOCKS}=0.9"), "with two commands"),
-        (("policy", "--set", "disagg"), "--set disagg: expected PATH=VALUE"),
         (("policy", "--set", "disag.policy=never"), "unknown setting 'disag.policy'; did you mean disagg.policy?"),
         (("pools", "--pool-routing", "x", "--pool", "p", "--base", "b", "--share", "1"), "with two commands"),
         (("power", "dream"), "unknown value 'dream'; values are: sleep, wake-up, pause, resume"),
@@ -175,20 +161,12 @@ def test_disagg_is_shown_and_changed_and_invalid_changes_are_rejected() -> None:
             "prefill_busy_threshold": ["1.0", "none"],
             "enforce": ["false", "true"],
         }
-        for field, wrong, message in (
-            ("policy", "sometimes", "policy: Input should be 'always', 'never', 'classic'"),
-            ("max_local_prefill_length", "abc", "max_local_prefill_length: Input should be a valid integer"),
-            ("max_prefill_queue_size", "0", "max_prefill_queue_size: Input should be greater than or equal to 1"),
-            ("decode_busy_threshold", "1.5", "decode_busy_threshold: Input should be less than or equal to 1"),
-        ):
-            code, out, err = control(up, "policy", "--set", f"disagg.{field}={wrong}")
-            assert (code, out, len(err.splitlines())) == (2, "", 1)
-            assert err.startswith(f"forebay: {message}")
+        code, out, err = control(up, "policy", "--set", "disagg.policy=sometimes")
+        assert (code, out) == (2, "")
+        assert err.startswith("forebay: policy: Input should be 'always', 'never', 'classic'")
         code, out, _ = control(up, "policy", "--set", "disagg.enforce=false", "--json")
         report = json.loads(out)
-        assert (report["before"]["policy"], report["before"]["enforce"]) == ("classic", True), (
-            "the invalid changes had no effect"
-        )
+        assert (report["before"]["policy"], report["before"]["enforce"]) == ("classic", True)
         assert report["now"] == {**report["before"], "enforce": False}
         assert httpx.get(f"{up.url}/disaggregation", headers=ADMIN, timeout=30).json() == {
             "disaggregation": [report["now"]]
@@ -393,26 +371,9 @@ def test_error_names_an_unreachable_ingress() -> None:
     assert "does not respond" in forebay("control", "adapters", "--url", "nonsense").stderr
 
 
-class OtherServer(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.do_POST()
-
-    def do_POST(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"hello")
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 def test_error_names_a_server_other_than_an_ingress() -> None:
-    server = HTTPServer(("127.0.0.1", free_ports(1)), OtherServer)
-    Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    runs = [forebay("control", name, "--url", url) for name in ("adapters", "policy")]
-    server.shutdown()
-    server.server_close()
+    with answering(200, "hello") as url:
+        runs = [forebay("control", name, "--url", url) for name in ("adapters", "policy")]
     message = f"forebay: {url} is not an ingress (unexpected response, HTTP 200); check --url\n"
     assert [(run.returncode, run.stderr) for run in runs] == [(2, message)] * 2
 

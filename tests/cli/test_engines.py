@@ -96,28 +96,19 @@ def test_a_real_engine_gets_its_settings(tmp_path: Path, form: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"engine": "llama"},
-            f"--engine: unknown engine 'llama'; engines are: {', '.join(ENGINES)}, FILE.py:",
-        ),
+        ({"engine": "llama"}, f"--engine: unknown engine 'llama'; engines are: {', '.join(ENGINES)}, FILE.py:"),
         ({"role": "boss"}, "--role: unknown role 'boss'; roles are: aggregated, prefill, decode, encode"),
         ({"model": None}, "the vllm engine requires --model, a model directory with weights or ORG/NAME"),
         ({"speedup": 2.0}, "--speedup requires --engine mock"),
         ({"engine_profile": "mocker"}, "--engine-profile requires --engine mock: vllm runs at its own speed"),
-        (
-            {"engine": "mock", "engine_profile": "h100"},
-            "--engine-profile: unknown engine profile 'h100'; use 'mocker'",
-        ),
+        ({"engine": "mock", "engine_profile": "h100"}, "--engine-profile: unknown engine profile 'h100'; use 'mocker'"),
         (
             {"engine": "mock", "engine_args": '{"kv_lease": 1}'},
             "--engine-args: unknown argument 'kv_lease'; did you mean",
         ),
         ({"engine": "mock", "engine_args": '{"kv_lease_s": 0}'}, "--engine-args: kv_lease_s: must be a number"),
-        ({"engine": "mock", "speedup": float("nan")}, "--speedup must be a positive number, not nan"),
         ({"engine_args": "/nowhere.yaml"}, "/nowhere.yaml: No such file"),
-        ({"engine_args": "{1}"}, "--engine-args: "),
         ({"engine_args": "ARGS.yaml"}, "ARGS.yaml: expected a mapping of argument names to values, got a list"),
-        ({"engine_args": "KEYS.yaml"}, "KEYS.yaml: expected a mapping of argument names to values, got a mapping"),
         ({"lora": ["legal"]}, "--lora legal: expected NAME=DIR"),
         ({"lora": ["legal=/nowhere"]}, "--lora legal=/nowhere: no such directory /nowhere"),
         ({"lora": ["a=.", "a=.."]}, "--lora a=..: the name a appears twice"),
@@ -128,7 +119,6 @@ def test_unusable_options_are_rejected(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("ARGS.yaml").write_text("- a\n- b\n")
-    Path("KEYS.yaml").write_text("1: a\n")
     with pytest.raises(Unusable) as raised:
         choose(**{"engine": "vllm", **options})
     assert str(raised.value).startswith(message)
@@ -266,10 +256,7 @@ def test_a_host_name_is_resolved() -> None:
     ("host", "message"),
     [
         ("nobody.invalid", "cannot resolve the name"),
-        ("", "cannot resolve the name"),
-        ("a..b", "cannot resolve the name"),
         ("0.0.0.0", "0.0.0.0 is a wildcard"),
-        ("::", ":: is a wildcard"),
         ("224.0.0.1", "other machines cannot connect to 224.0.0.1"),
         ("fe80::1", "other machines cannot connect to fe80::1"),
         ("127.255.255.255", "127.255.255.255 is a network address"),
@@ -280,12 +267,6 @@ def test_unreachable_addresses_are_rejected(host: str, message: str) -> None:
     with pytest.raises(Unusable) as raised:
         reached_at(choose(role="decode"), host, LOCAL_KAFKA)
     assert str(raised.value).startswith(f"--kv-host {host}: {message}")
-
-
-def test_an_invalid_address_is_a_usage_error() -> None:
-    assert "--kv-host 0.0.0.0: 0.0.0.0 is a wildcard" in error_of(
-        "worker", "--role", "prefill", "--kv-host", "0.0.0.0", "--kafka", "127.0.0.1:1"
-    )
 
 
 def test_the_default_is_the_local_address_of_the_route_to_kafka() -> None:
@@ -357,18 +338,14 @@ def test_each_tier_has_a_size(tmp_path: Path) -> None:
     [
         (["disc:path=x"], "--kv-tier disc:path=x: unknown kind of tier 'disc'; did you mean disk?"),
         (["disk:size=1GB"], "--kv-tier disk:size=1GB: the key path is missing"),
-        (["host"], "--kv-tier host: expected KEY=VALUE, got ''"),
         (["host:size=1GB,filter=on"], "--kv-tier host:size=1GB,filter=on: unknown key 'filter'; keys are: size, write"),
         (["host:size=1GB,write=later"], "--kv-tier host:size=1GB,write=later: expected one of through, eviction, got"),
         (["host:size=1GB", "host:size=2GB"], "--kv-tier host:size=2GB: there is another host tier"),
         (["disk:path=a,io=nixl", "store:path=b,io=plain"], "--kv-tier: the tiers of a worker have one value of io"),
         (["store:path=gs://bucket"], "--kv-tier store:path=gs://bucket: unsupported store; expected a directory or"),
-        (["store:path=s3:///prefix"], "--kv-tier store:path=s3:///prefix: unsupported store"),
-        (["store:path="], "--kv-tier store:path=: expected KEY=VALUE, got 'path='"),
         (["store:path=FILE"], "--kv-tier store:path=FILE: not a directory"),
         (["disk:path=FILE"], "--kv-tier disk:path=FILE: not a directory"),
         (["store:path=folder,endpoint=http://h"], "--kv-tier store:endpoint=http://h: expected http://HOST:PORT, of a"),
-        ([f"store:path={BUCKET},endpoint=h:9000"], "--kv-tier store:endpoint=h:9000: expected http://HOST:PORT"),
     ],
 )
 def test_invalid_tiers_are_rejected(
@@ -406,12 +383,6 @@ def test_engines_without_tiers_are_rejected(monkeypatch: pytest.MonkeyPatch) -> 
         tiered(choose(role="encode"), tiers)
 
 
-def test_a_real_engine_gets_its_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ADAPTERS, "vllm", FAKE)
-    tiers = TierSettings(host_bytes=1 << 30)
-    assert tiered(choose("vllm"), tiers).settings.tiers == tiers
-
-
 def test_storage_of_the_engines_own_connector_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ADAPTERS, "vllm", FAKE)
     choice = choose("vllm", kv_store_name="lmcache-1")
@@ -441,16 +412,6 @@ def test_a_server_that_already_runs_has_its_own_tiers() -> None:
     assert "options of KV tiers cannot be combined with --upstream" in error_of(
         "worker", "--kafka", "127.0.0.1:1", "--upstream", "http://h:1", "--kv-tier", "host:size=1GB"
     )
-
-
-def test_a_configuration_file_selects_tiers(tmp_path: Path) -> None:
-    file = tmp_path / "forebay.toml"
-    file.write_text('[worker]\nkv-tier = ["host:size=1GB", "disk:size=10GB"]\n')
-    assert "the key path is missing" in forebay("worker", "--kafka", "127.0.0.1:1", "--config", file).stderr
-    file.write_text('kv-tier = "store:path=s3://bucket,filter=off"\n')
-    run = forebay("config", "--json", "worker", "--config", file)
-    assert run.returncode == 0, run.stderr
-    assert '"store:path=s3://bucket,filter=off"' in run.stdout
 
 
 TOKENS = 300

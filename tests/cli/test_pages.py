@@ -1,14 +1,10 @@
 """Commands and examples of the documentation, run as a reader runs them."""
 
-import ast
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -18,8 +14,7 @@ import pytest
 
 from forebay.cli.policies.allowed import require_policy
 from tests.cli.cookbook import PAGE, Recipe, folder_of, recipes, run
-from tests.cli.up import PATIENCE_S
-from tests.harness import fork_server
+from tests.cli.up import running
 from tests.harness.local import free_ports
 
 pytestmark = pytest.mark.timeout(600)
@@ -38,10 +33,6 @@ def shared_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_a_recipe_prints_the_output_on_the_page(shared_files: Path, tmp_path: Path, recipe: Recipe) -> None:
     with folder_of(tmp_path, shared_files) as folder:
         prints_documented_output(recipe, folder)
-
-
-def test_most_recipes_are_run() -> None:
-    assert len(OTHERS) >= 10
 
 
 def prints_documented_output(recipe: Recipe, folder: Path) -> None:
@@ -68,33 +59,6 @@ def test_a_named_module_or_member_exists(name: str) -> None:
 @pytest.mark.parametrize("path", FILES)
 def test_a_named_file_exists(path: str) -> None:
     assert (ROOT / path).exists()
-
-
-@pytest.mark.parametrize(
-    "member",
-    [
-        "forebay.core.routing.policies.BUILT_IN",
-        "forebay.replay.explain.explanation.SelectionReason",
-        "forebay.replay.explain.decisions.BY_LOAD_OR_TURN",
-        "forebay.cli.simulate.sweep_axes.BLIND_MODES",
-        "forebay.simulate.rank.needs_reports",
-        "forebay.cli.processes.engine_options.ADAPTERS",
-        "forebay.events.progress.RequestProgress",
-        "forebay.core.state.transitions.REPORTED",
-        "forebay.core.state.transitions.TRANSITIONS",
-        "forebay.core.state.transitions.RequestTransition",
-        "forebay.workers.engine.EngineBatch",
-        "forebay.workers.runtime.outbox.Outbox",
-        "forebay.events.topics.FIXED_TOPICS",
-        "forebay.events.topics.INPUTS",
-        "forebay.core.step.InputEvent",
-        "forebay.transport.kafka.topics.RETENTION_MS",
-    ],
-)
-def test_a_member_that_the_page_tells_to_extend_exists(member: str) -> None:
-    module, _, name = member.rpartition(".")
-    assert f"`{name}`" in EXTENDING or f"`{name}." in EXTENDING
-    assert hasattr(import_module(module), name)
 
 
 def test_the_policy_of_the_page_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +115,6 @@ def test_the_commands_of_the_tutorial_print_the_documented_output(folder: Path) 
     assert float(reuse["kv"]) > float(reuse["round-robin"])
 
 
-LINES_MAX = 30
 PROMPT = "the log is the truth and the log is"
 CONTENT_TYPE = {"content-type": "application/json"}
 
@@ -164,33 +127,6 @@ def blocks() -> tuple[str, str]:
     return code, commands
 
 
-@contextmanager
-def up(*options: str) -> Iterator[str]:
-    """Run `forebay up` and yield its address."""
-    port = free_ports(1)
-    process = fork_server.start("up", "--port", str(port), *options)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        ends_s = time.monotonic() + PATIENCE_S
-        while True:
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < ends_s, "not ready"
-            try:
-                if httpx.get(f"{url}/ready", timeout=5).status_code == httpx.codes.OK:
-                    break
-            except httpx.TransportError:
-                pass
-            time.sleep(0.05)
-        yield url
-        process.send_signal(signal.SIGTERM)
-        output = process.communicate(timeout=PATIENCE_S)[0]
-        assert process.returncode == 0, output
-        assert "Traceback" not in output
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Run a system that serves the example and yield its address."""
@@ -199,15 +135,8 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     named = re.search(r"forebay up --engine (\w+\.py):(\w+)", commands)
     assert named is not None
     (folder / named[1]).write_text(code)
-    with up("--engine", f"{folder / named[1]}:{named[2]}") as url:
-        yield url
-
-
-def test_the_example_is_short_and_named_by_its_commands() -> None:
-    code, _ = blocks()
-    lines = [line for line in code.splitlines() if line.strip()]
-    assert len(lines) <= LINES_MAX
-    ast.parse(code)
+    with running("--engine", f"{folder / named[1]}:{named[2]}") as up:
+        yield up.url
 
 
 def test_the_example_streams_a_response(example: str) -> None:
@@ -237,38 +166,3 @@ def test_the_command_of_the_example_runs_unchanged(example: str) -> None:
     assert re.search(r'^forebay_endpoint_requests_total\{endpoint=".*",outcome="ok"\} [1-9]', shown, re.MULTILINE), (
         shown
     )
-
-
-def test_requests_rejected_by_the_example_are_client_errors(example: str) -> None:
-    answer = httpx.post(
-        f"{example}/v1/completions", json={"model": "forebay-default", "prompt": " ", "max_tokens": 4}, timeout=30
-    )
-    assert answer.status_code == httpx.codes.BAD_REQUEST
-    assert answer.json()["error"]["message"] == "say something, so that there is a word to go on with"
-
-
-@pytest.mark.parametrize(
-    ("text", "code", "why"),
-    [
-        ("x = 1", 2, "engine.py has no class Engine"),
-        ("raise RuntimeError('no GPU here')", 2, "engine.py: RuntimeError: no GPU here"),
-        (
-            "from forebay.workers.service import *\n@service(namespace='t')\nclass Engine:\n"
-            "    async def start(self):\n        raise OSError('the weights are damaged')\n"
-            "    @endpoint()\n    async def generate(self, request):\n        yield 1\n",
-            1,
-            "t.engine failed to start: OSError: the weights are damaged",
-        ),
-    ],
-)
-def test_an_engine_that_fails_to_start_ends_the_command_with_one_line(
-    tmp_path: Path, text: str, code: int, why: str
-) -> None:
-    file = tmp_path / "engine.py"
-    file.write_text(text)
-    command = ["up", "--port", str(free_ports(1)), "--engine", f"{file}:Engine"]
-    run = fork_server.run(*command, timeout_s=PATIENCE_S)
-    assert run.returncode == code
-    assert run.stderr.startswith("forebay: ")
-    assert run.stderr.count("\n") == 1
-    assert why in run.stderr

@@ -108,11 +108,6 @@ def test_an_allowed_policy_is_run(log: str, command: tuple[str, ...]) -> None:
     assert Path("imported").exists()
 
 
-def test_every_decision_of_an_allowed_policy_is_verified(log: str) -> None:
-    report = json.loads(forebay("verify", log, "--allow-policy", MODE, "--json").stdout)
-    assert (report["decisions"], report["verified"], report["divergence"]) == (3, 3, None)
-
-
 def test_rejections_by_an_owner_without_the_policy_need_no_option(log: str) -> None:
     Path(log).unlink()
     write(Recorder())
@@ -353,16 +348,6 @@ async def test_events_of_a_running_system_are_printed(tmp_path: Path, processes:
     log.close()
     assert [one.request_id for one in events(out) if isinstance(one, DecisionShadowed)] == list("abc")
     assert [one.request_id for one in routed] == list("abc")
-
-
-async def test_events_are_printed(recorded: Path, tmp_path: Path, processes: Processes) -> None:
-    out = tmp_path / "stdout"
-    command = [FOREBAY, "shadow", str(recorded), "--set", "temperature=0", "--from-start", "--json"]
-    processes.start("shadow", command, output=out)
-    await until(lambda: len(events(out)) == 4)
-    output = await end(processes, "shadow", signal.SIGTERM)
-    assert "4 decisions, 100.0% agree, regret mean 0.00 p99 0.00 blocks, overlap won 0 lost 0 blocks" in output
-    assert len(events(out, ShadowStarted)) == 1
 
 
 async def test_a_divergence_ends_the_shadow(recorded: Path) -> None:

@@ -1,7 +1,6 @@
 """`forebay record` and `forebay restore`."""
 
 import asyncio
-import functools
 import json
 import os
 import re
@@ -15,18 +14,16 @@ import msgspec
 import pytest
 
 from forebay.cli import restore
-from forebay.core.routing.policies import RoundRobin
 from forebay.core.scaling.decide import decide
 from forebay.core.step import AnyDecision
 from forebay.events.base import Event
 from forebay.events.codec import decode, encode
-from forebay.events.control import PolicySet, PoolConfigured, RouterConfig
+from forebay.events.control import PolicySet, PoolConfigured
 from forebay.events.groups import GroupPlaced
 from forebay.events.pools import PoolDrainSet
 from forebay.events.requests import RequestSubmitted
 from forebay.events.scaling import PoolScaling
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, REQUESTS, SCALING
-from forebay.live.owner.owner import Owner
 from forebay.replay.record import slice as record
 from forebay.replay.restore import RestoredGroup
 from forebay.replay.verify.golden import check_recording
@@ -45,7 +42,7 @@ from tests.harness.scaling_decisions import decisions_of
 from tests.live.planning import append
 from tests.replay.mutations import replace_record
 from tests.replay.slices import OTHER, joined_log, journal_of, opened, rows, source_log
-from tests.system import BLOCK, MODEL, System, submitted, until, until_ended
+from tests.system import MODEL, System, submitted, until, until_ended
 
 
 @pytest.fixture(scope="module")
@@ -335,42 +332,7 @@ def test_a_recording_that_does_not_verify_is_kept_and_the_exit_code_is_1(source:
     assert (again.exit_code, json.loads(again.stdout)["divergence"]["offset"]) == (1, offset)
 
 
-def test_custom_policies_are_found_in_the_snapshot_if_control_is_empty(tmp_path: Path) -> None:
-    """The policies of a slice with an empty `control` topic come from its first snapshot."""
-    path = tmp_path / "run.db"
-
-    async def scenario() -> None:
-        pool = PoolConfigured(pool="default", model=MODEL, block_size=BLOCK, router=RouterConfig(mode="no.Policy"))
-        policies = {"no.Policy": RoundRobin}
-        log = SqliteLog.open(path)
-        async with System(log).started(workers=1) as system:
-            for life in range(2):
-                async with system.owned(pool=pool, policies=policies) as owner:
-                    await until(functools.partial(has_worker, owner))
-                    system.send(submitted(f"r{life}", [1, 2, 3]))
-                    await until(functools.partial(has_decided, system, life + 1))
-        log.close()
-
-    asyncio.run(scenario())
-    last = next(one for one in reversed(journal_of(path)) if isinstance(decode(DECISIONS, one.value), AnyDecision))
-    result = invoke("record", "--no-verify", "--from", at(last.at_us), path, tmp_path / "rec")
-    assert result.exit_code == 0, result.output
-    with opened(tmp_path / "rec") as log:
-        assert not [topic for topic, _, _ in log.topics() if topic == CONTROL.name]
-    for file in (path, tmp_path / "rec"):
-        result = invoke("verify", file)
-        assert result.exit_code == 2
-        assert "no.Policy" in result.stderr
-
-
-def has_worker(owner: Owner) -> bool:
-    return len(owner.world.fleet) == 1
-
-
-def has_decided(system: System, count: int) -> bool:
-    return sum(isinstance(event, AnyDecision) for event in system.decisions()) == count
-
-
+@pytest.mark.slow
 def test_a_log_can_be_recorded_while_it_is_written(tmp_path: Path) -> None:
     """Each recording made under load ends at a journal record and contains every event applied until then."""
     path = tmp_path / "live.db"
@@ -439,10 +401,6 @@ def test_a_recording_can_be_anonymised_later(source: Path, tmp_path: Path) -> No
     assert "anonymised prompts, texts, keys and headers removed, names and hashes masked\n" in result.stdout
     # An anonymised recording stays anonymised when it is recorded again.
     assert made(tmp_path / "out.rec", tmp_path / "again.rec")["anonymized"] is True
-
-
-def test_a_window_is_anonymised(source: Path, tmp_path: Path) -> None:
-    made("--anonymize", "--last", "1s", source, tmp_path / "out.rec")
 
 
 def test_several_groups_are_anonymised(joined: Path, tmp_path: Path) -> None:
@@ -529,10 +487,3 @@ def test_the_report_counts_what_is_restored(path: Path, monkeypatch: pytest.Monk
         "next: start routers, workers and ingresses with --namespace new",
     ]
     assert [group.name for group in written] == ["m"]
-
-
-def test_the_command_runs_as_a_process(path: Path) -> None:
-    SqliteLog.open(path).close()
-    run = process("restore", str(path), "--namespace", "new")
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr == "forebay: the log has no group, so there is nothing to restore\n"

@@ -14,22 +14,19 @@ import pytest
 from click.testing import Result
 
 from forebay.core.block_hashes import extend_chain
-from forebay.events.base import hex_digest, pack_u64, unpack_u64
-from forebay.events.codec import decode, encode
+from forebay.events.base import hex_digest, unpack_u64
+from forebay.events.codec import decode
 from forebay.events.control import DisaggConfig, QueueConfig, RouterConfig
-from forebay.events.decisions import RequestRouted
-from forebay.events.kv import BlocksStored, StoreBlocksAdded
-from forebay.events.progress import FirstTokenEmitted, OnboardedTokens, PrefillFinished, RequestFinished
+from forebay.events.kv import BlocksStored
+from forebay.events.progress import FirstTokenEmitted, PrefillFinished, RequestFinished
 from forebay.events.requests import RequestCancelled, RoutingHints
 from forebay.events.topics import DECISIONS, KV_EVENTS, PROGRESS
-from forebay.replay.explain.explanation import Explanation
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.in_process import error_of, json_of
 from tests.cli.logs import invoke, written
-from tests.core.worlds import PROMPTS, Driver, joined, pool, query, request
+from tests.core.worlds import PROMPTS, Driver, query, request
 from tests.replay import incident
-from tests.replay.disagg_history import history
 from tests.replay.duck import query_export
 from tests.replay.mutations import read_more, replace_record
 from tests.replay.recorded import MemoryLog, log_of, write
@@ -93,28 +90,10 @@ def test_queries_and_aborted_requests_are_explained(log: Path) -> None:
     assert "drawn at temperature 0.5" in explain(log, "req-3").stdout
 
 
-def test_json_output_is_one_object(log: Path) -> None:
-    output = explain(log, "req-3", "--json")
-    assert output.exit_code == 0
-    explanation = msgspec.json.decode(output.stdout, type=Explanation)
-    assert (explanation.request_id, explanation.state) == ("req-3", "prefill")
-    assert explanation.derived_from > 0, "derived from the snapshot before it"
-    assert json.loads(output.stdout)["routings"][0]["candidates"][0]["seen"]["worker_id"] == "a"
-
-
-def test_explanations_from_a_slice_are_equal(log: Path, tmp_path: Path) -> None:
-    out = tmp_path / "slice.db"
-    assert invoke("record", log, out).exit_code == 0
-    assert explain(out, "req-3").stdout == explain(log, "req-3").stdout
-
-
 def test_invalid_arguments_are_rejected(log: Path, tmp_path: Path) -> None:
     missing = explain(log, "req-")
     near = "req-5 or req-4 or req-3"
-    assert (missing.exit_code, missing.stderr) == (
-        2,
-        f"forebay: {log}: unknown request 'req-'; did you mean {near}?\n",
-    )
+    assert (missing.exit_code, missing.stderr) == (2, f"forebay: {log}: unknown request 'req-'; did you mean {near}?\n")
     assert explain(log, "other").stderr == f"forebay: {log}: unknown request 'other'; check the ID\n"
     assert (explain("req-1").exit_code, explain("req-1").stderr) == (
         2,
@@ -157,36 +136,6 @@ def test_a_large_fleet_and_a_long_prompt_stay_readable(tmp_path: Path) -> None:
         "excluded w000/0, w001/0, w020/0, w021/0, w022/0, w023/0 and 276 more: it is not in the request's allowed"
         in some
     )
-
-
-def test_a_reused_id_is_reported(tmp_path: Path) -> None:
-    made = Recorder()
-    made.fleet("a")
-    for number in range(2):
-        made("requests", request("r", PROMPTS[0], nonce=number))
-        made.progress("r", RequestFinished, finish_reason="stop")
-        made.wait(200_000_000)
-        made("requests", request(f"x{number}", PROMPTS[0]))
-    assert "the ID was used once before; this is the last use" in explain(written(made, tmp_path / "l.db"), "r").stdout
-
-
-def test_the_sources_of_a_prompt_are_shown_as_text(tmp_path: Path) -> None:
-    made = Recorder()
-    made("control", pool())
-    for slot, name in enumerate("ab"):
-        made("fleet", joined(name, slot, kv_store="s" if name == "a" else ""))
-    made("kv-events", StoreBlocksAdded(store="s", worker_id="a", sequence_hashes=pack_u64(PROMPTS[0][:3])))
-    made("requests", request("r", PROMPTS[0]))
-    loads = (OnboardedTokens(tier="store", tokens=12, us=4_000),)
-    made.progress("r", FirstTokenEmitted, cached_tokens=16, onboarded=loads)
-    made.seal()
-    output = explain(written(made, tmp_path / "tiers.db"), "r")
-    assert output.exit_code == 0, output.output
-    lines = output.stdout.splitlines()
-    (header,) = [line for line in lines if "in store" in line]
-    assert "on disk" not in header
-    assert any(line.split()[:2] == ["*", "a"] and " 3 " in line for line in lines)
-    assert "prompt tokens: 4 cached on the device, 12 from the shared store, 18 computed" in lines
 
 
 @pytest.fixture(scope="module")
@@ -243,22 +192,9 @@ def test_events_after_the_last_record_are_shown_or_counted(incident_log: Path, t
     assert text in shown.stdout
     assert "not shown" not in shown.stdout
     late = json_of("replay", "at", copy, "--time", str(at_us))
-    assert late["later"] == {
-        "requested_us": at_us,
-        "applied": {},
-        "unrecorded": {"progress": 1},
-        "not_applied": {},
-    }
+    assert late["later"] == {"requested_us": at_us, "applied": {}, "unrecorded": {"progress": 1}, "not_applied": {}}
     early = at(copy, "--time", str(at_us - 1))
     assert "age        " in early.stdout
-
-
-def test_events_of_the_next_record_are_applied_up_to_the_time(incident_log: Path) -> None:
-    clocks = sorted(
-        {int(str(json_of("replay", "at", incident_log, "--offset", str(offset))["now_us"])) for offset in range(20, 60)}
-    )
-    shown = [at(incident_log, "--time", str(now_us - 1)).stdout for now_us in clocks[1:]]
-    assert any(", which the owner had applied by the requested time" in one for one in shown)
 
 
 @pytest.mark.parametrize(
@@ -350,21 +286,6 @@ def test_other_grids_name_recorded_models_and_pools(recording: Path, tmp_path: P
     )
 
 
-def test_a_diverging_history_is_not_compared(simulated_history: MemoryLog, tmp_path: Path) -> None:
-    journal = list(simulated_history.topics[DECISIONS.name])
-    at = 9
-    record = decode(DECISIONS, journal[at])
-    assert isinstance(record, RequestRouted)
-    journal[at] = encode(DECISIONS, msgspec.structs.replace(record, rank=record.rank + 1))
-    log = MemoryLog()
-    log.topics = {**simulated_history.topics, DECISIONS.name: journal}
-    path = tmp_path / "changed.db"
-    asyncio.run(write(log, path))
-    code, out, err = run_diff(path, "--policy", "random")
-    assert (code, out) == (1, "")
-    assert f"diverges at journal offset {at}" in err
-
-
 def test_unknown_events_fail_the_comparison_unless_allowed(tmp_path: Path) -> None:
     drive = Driver().fleet("a", "b")
     drive("kv-events", None)
@@ -407,16 +328,6 @@ def test_disagg_pools_and_retained_kv_are_shown(disagg_log: Path) -> None:
     assert "r waiting KV at p" in text
 
 
-def test_disagg_transfers_show_the_holder_and_the_fetching_worker(tmp_path: Path) -> None:
-    made = disaggregated("p", disagg=DisaggConfig(enforce=True))
-    made("requests", request("r", PROMPTS[0]))
-    made.lose("e")
-    made.progress("r", PrefillFinished)
-    made.seal()
-    log = written(made, tmp_path / "disaggregated.db")
-    assert "r transfer d/0, KV at p" in shown("replay", "at", str(log))
-
-
 def test_disagg_parts_of_the_time_to_first_token_are_shown(tmp_path: Path) -> None:
     made = disaggregated("p")
     made("requests", request("r", PROMPTS[0]))
@@ -436,39 +347,6 @@ def test_disagg_stages_are_explained(disagg_log: Path) -> None:
     assert "prefill sent to p: it was the only candidate; prompt computed by a prefill worker" in text
     assert "it keeps their KV, 34,000 bytes for 0.5 s" in text
     assert text.startswith("request r: waiting")
-
-
-@pytest.fixture(scope="module")
-def operator_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a log of a router with the policy `always` that an operator changes to `never`."""
-    return written(history("always", by_hand="never"), tmp_path_factory.mktemp("by-hand") / "disaggregated.db")
-
-
-def test_disagg_the_alternative_overrides_operator_settings(operator_log: Path, tmp_path: Path) -> None:
-    named = json.loads(shown("replay", "diff", str(operator_log), "--set", "disagg.policy=always", "--json"))
-    assert not named["identical"]
-    assert (named["idle"], named["undone"]) == ([], ["disagg.policy"])
-    file = tmp_path / "policy.yaml"
-    file.write_text("disagg:\n  policy: always\n")
-    in_file = json.loads(shown("replay", "diff", str(operator_log), "--policy-config", str(file), "--json"))
-    assert (in_file["identical"], in_file["idle"]) == (False, [])
-    file.write_text("temperature: 0.0\n")
-    other = json.loads(shown("replay", "diff", str(operator_log), "--policy-config", str(file), "--json"))
-    assert (other["identical"], other["undone"]) == (True, [])
-    same = json.loads(shown("replay", "diff", str(operator_log), "--set", "disagg.policy=never", "--json"))
-    assert (same["identical"], same["undone"]) == (True, [])
-    assert "An operator changed disagg.policy during the recording" in shown(
-        "replay", "diff", str(operator_log), "--set", "disagg.policy=always"
-    )
-
-
-def test_disagg_selections_in_recorded_states_keep_their_stage(operator_log: Path) -> None:
-    for given in ("disagg.policy=always", "disagg.max_local_prefill_length=1"):
-        report = json.loads(shown("replay", "diff", str(operator_log), "--set", given, "--json"))
-        assert report["stages_kept"], given
-    assert not json.loads(shown("replay", "diff", str(operator_log), "--set", "temperature=1", "--json"))["stages_kept"]
-    text = shown("replay", "diff", str(operator_log), "--set", "disagg.policy=always")
-    assert "Each repeated decision keeps its stage" in text
 
 
 @pytest.fixture(scope="module")

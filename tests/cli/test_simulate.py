@@ -11,11 +11,9 @@ from forebay.cli.simulate.planned import size_changes
 from forebay.cli.simulate.sweep_axes import axes_of, combinations
 from forebay.simulate.workloads.rows import MooncakeRow
 from tests.cli.in_process import error_of, forebay, json_of
-from tests.cli.logs import written
 from tests.cli.report_page import Page
 from tests.core.scaling.scene import decided
 from tests.harness import fork_server
-from tests.replay.disagg_history import COUNT, history
 from tests.simulate.scene import conversations, write
 
 pytestmark = pytest.mark.timeout(120)
@@ -112,10 +110,7 @@ def test_oversized_requests_are_named_and_exit_1(tmp_path: Path) -> None:
         ),
         (["--kill", "mock-0"], "expected WORKER@SECONDS"),
         (["--kill", f"mock-0@{'9' * 400}"], "the maximum is 100 years"),
-        (["--kill", f"mock-0@1+{'9' * 12}"], "the maximum is 100 years"),
-        (["--policy", "kv:temperature=1,temperature=2"], "duplicate setting temperature"),
         (["--policy", "as configured"], "--policy as configured: requires that every pool has its own router"),
-        (["--engine-profile", ""], "unknown engine profile "),
     ],
 )
 def test_invalid_arguments_give_one_error_line(tmp_path: Path, arguments: list[str], reason: str) -> None:
@@ -159,24 +154,6 @@ def test_an_engine_profile_sets_timing_and_sizes(trace: Path) -> None:
     assert group["profile"] == "twice"
     assert (group["engine"]["kv_blocks_total"], group["engine"]["max_num_seqs"]) == (4096, 16)
     assert result["policies"]["kv"]["itl_ms"]["p50"] == 1.0  # one token per step
-
-
-def test_requests_of_a_killed_worker_complete_on_another(trace: Path) -> None:
-    figures = json_of(
-        "simulate", trace, "--policy", "kv", "--workers", "2", "--kill", "mock-0@0.5+1", "--lease-ttl-s", "1"
-    )["policies"]["kv"]
-    assert figures["failed"] == 0
-    assert figures["retried"] > 0
-    whole = json_of("simulate", trace, "--policy", "kv", "--workers", "2")["policies"]["kv"]
-    assert whole["retried"] == 0
-    assert whole["gpu_hours"] == pytest.approx(2 * whole["lasted_s"] / 3600)
-    assert figures["e2e_ms"]["p99"] > whole["e2e_ms"]["p99"]
-
-
-def test_delays_are_part_of_client_latency(trace: Path) -> None:
-    near, far = (json_of("simulate", trace, "--policy", "kv", "--delays", name) for name in ("none", "kafka"))
-    assert far["policies"]["kv"]["ttft_ms"]["p50"] > near["policies"]["kv"]["ttft_ms"]["p50"] + 2.740
-    assert far["settings"]["delays"]["submit"]["fixed_us"] == 2740
 
 
 def test_fault_after_the_end_of_a_run_is_reported(trace: Path) -> None:
@@ -270,15 +247,6 @@ def test_options_that_conflict_with_a_fleet_file_are_named(trace: Path, argument
     assert reason in error_of("simulate", trace, "--fleet", file, *arguments)
 
 
-def test_profile_with_work_us_delays_work(trace: Path) -> None:
-    profile = trace.parent / "fitted.toml"
-    profile.write_text('kind = "linear"\nwork_us = 7000\n[costs_us]\nstep = 1000\n')
-    result = json_of("simulate", trace, "--engine-profile", profile, "--policy", "kv")
-    assert result["settings"]["delays"]["work"]["fixed_us"] == 7000
-    result = json_of("simulate", trace, "--engine-profile", profile, "--policy", "kv", "--delays", "none")
-    assert result["settings"]["delays"]["work"]["fixed_us"] == 0
-
-
 def test_a_killed_process_ends_the_command_in_one_line(trace: Path) -> None:
     source = (
         "import multiprocessing, os, signal\nclass Killed:\n    def decide(self, world, request):\n"
@@ -317,27 +285,6 @@ def test_disaggregated_pools_complete_all_requests(trace: Path) -> None:
     assert "prefilled_remotely" not in together
 
 
-def test_transfer_time_matches_the_settings(trace: Path) -> None:
-    slow = simulated(trace, *APART, "--kv-transfer-bandwidth", "1", "--kv-transfer-latency-us", "500")
-    at_once = simulated(trace, *APART, "--kv-transfer-bandwidth", "0")
-    assert at_once["policies"]["kv"]["transfer_ms"]["p99"] == 0
-    assert slow["settings"]["transfer"] == {
-        "kv_bytes_per_token": 131_072,
-        "kv_transfer_bandwidth": 1.0,
-        "kv_transfer_latency_us": 500,
-    }
-    assert slow["policies"]["kv"]["transfer_ms"]["p50"] > 0.5
-    assert slow["policies"]["kv"]["ttft_ms"]["mean"] > at_once["policies"]["kv"]["ttft_ms"]["mean"]
-
-
-def test_policy_decides_remote_prefills(trace: Path) -> None:
-    name = "kv:disagg.policy=classic,disagg.max_local_prefill_length=1000000"
-    run = forebay("simulate", trace, "--json", *APART, "--policy", name)
-    figures = json.loads(run.stdout)["policies"][name]
-    assert (figures["prefilled_remotely"], figures["transfer_ms"], figures["failed"]) == (0, {}, 0)
-    assert figures["workers"][2]["computed_tokens"] > 0
-
-
 def test_table_and_report_show_roles(trace: Path) -> None:
     page = trace.parent / "page.html"
     run = forebay("simulate", trace, *APART, "--policy", "kv", "--report", page)
@@ -350,13 +297,6 @@ def test_table_and_report_show_roles(trace: Path) -> None:
     assert "1 decode worker (mocker" in parsed.text
     assert "load to the prefill workers" in parsed.text
     assert "mock-1 (prefill)" in str(parsed.charts)
-
-
-def test_workers_of_both_pools_can_die(trace: Path) -> None:
-    kills = [word for kill in ("mock-0@0.2+0.5", "mock-2@0.4+0.5") for word in ("--kill", kill)]
-    figures = simulated(trace, *APART, *kills, "--lease-ttl-s", "1")["policies"]["kv"]
-    assert (figures["failed"], figures["requests"]) == (0, 20)
-    assert figures["retried"] > 0
 
 
 @pytest.mark.parametrize(
@@ -382,16 +322,6 @@ def test_conflicting_options_give_one_error_line(trace: Path, arguments: list[st
     assert run.stderr.count("\n") == 1
 
 
-def test_pools_of_a_fleet_file_match_the_options(trace: Path) -> None:
-    file = trace.parent / "fleet.toml"
-    pool = '[[pools]]\nname = "{0}"\nrole = "{0}"\nworkers = [{{count = {1}}}]\n'
-    file.write_text(pool.format("prefill", 2) + pool.format("decode", 1) + "[transfer]\nkv_transfer_latency_us = 7\n")
-    figures = simulated(trace, "--fleet", str(file))
-    assert figures["policies"] == simulated(trace, *APART, "--kv-transfer-latency-us", "7")["policies"]
-    run = forebay("simulate", trace, "--fleet", file, *APART)
-    assert "remove --prefill-workers and --decode-workers" in run.stderr
-
-
 def test_a_sweep_reports_the_size_of_each_pool(trace: Path) -> None:
     split = "prefill_workers:decode_workers=0:3,1:2,2:1"
     found = combinations(["kv"], axes_of([split]), FleetOptions(), ShapeOptions())
@@ -410,30 +340,6 @@ def test_a_sweep_reports_the_size_of_each_pool(trace: Path) -> None:
     remote = {name: run.get("prefilled_remotely") for name, run in runs.items()}
     assert remote["kv, prefill_workers=2, decode_workers=1, disagg.policy=always"] == 20
     assert remote["kv, prefill_workers=2, decode_workers=1, disagg.policy=never"] == 0
-
-
-def test_sweep_finds_the_capacity_of_a_split(trace: Path) -> None:
-    arguments = (
-        "--set",
-        "prefill_workers:decode_workers=1:2",
-        "--slo",
-        "e2e=1500",
-        "--find-capacity",
-        "--attain",
-        "0.5",
-    )
-    run = forebay("sweep", trace, "--json", "--policy", "kv", *arguments)
-    assert run.returncode == 0, run.stderr
-    (found,) = json.loads(run.stdout)["runs"]
-    assert found["capacity_per_s"] > 0
-    assert found["prefilled_remotely"] == 20
-
-
-def test_a_recording_with_disaggregation_is_a_workload(tmp_path: Path) -> None:
-    recording = tmp_path / "run.db"
-    written(history("always"), recording)
-    figures = simulated(recording, *APART, "--block-size", "4")["policies"]["kv"]
-    assert (figures["requests"], figures["prefilled_remotely"]) == (COUNT, COUNT)
 
 
 WORKLOAD = "synthetic:requests=1500,rate=12,prompt=900,output=40"
@@ -591,27 +497,11 @@ def test_files_define_tiers_and_options_resize_them(sessions: Path) -> None:
     assert resized["tiers"] == {**settings["tiers"], "host": {**settings["tiers"]["host"], "size": "4GB"}}
 
 
-def test_a_sweep_varies_sizes(sessions: Path) -> None:
-    options = ("--set", "kv_host_size=0,300blocks,3000blocks", "--workers", 1, "--kv-blocks", 300, "--policy", "kv")
-    runs = {
-        run["set"]["kv_host_size"]: run
-        for run in json.loads(forebay("sweep", sessions, *options, "--json").stdout)["runs"]
-    }
-    assert "tiers" not in runs["0"]
-    loaded = [runs[size]["tiers"]["tokens"]["host"] for size in ("300blocks", "3000blocks")]
-    assert 0 <= loaded[0] < loaded[1]
-    assert runs["3000blocks"]["prefix_reuse"] > runs["0"]["prefix_reuse"]
-    table = forebay("sweep", sessions, *options).stdout
-    assert "host/disk/store" in table
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ('[tiers.host]\nsize = "1MB"\n', "tiers.host: got a size of 1MB, but one block has 8388608 bytes"),
-        ('[tiers.host]\nsize = "big"\n', "tiers.host: got 'big', expected a size with a unit"),
         ("[tiers.disk]\nbandwidth = 3\n", "tiers.disk.size: missing key"),
-        ('[tiers.ram]\nsize = "1GB"\n', "tiers: unknown key 'ram'"),
         ('[tiers.store]\nsize = "1GB"\nspeed = 3\n', "tiers.store: unknown key 'speed'"),
         ('[tiers.store]\nsize = "1GB"\nbandwidth = -1\n', "tiers.store.bandwidth: expected `float` >= 0"),
     ],
@@ -622,17 +512,3 @@ def test_errors_name_the_file_and_the_key(sessions: Path, text: str, reason: str
     run = forebay("simulate", sessions, "--fleet", fleet)
     assert run.returncode == 2
     assert run.stderr.startswith(f"forebay: {fleet}: {reason}".replace("`", "")), run.stderr
-
-
-def test_errors_name_the_option(sessions: Path) -> None:
-    for tier in ("host", "disk", "store"):
-        size = ("simulate", sessions, "--kv-tier", f"{tier}:size=")
-        assert f"--kv-tier {tier}: got 'x', expected a size" in forebay(*size[:-1], f"{size[-1]}x").stderr
-        assert f"--kv-tier {tier}: got a size of 1KB" in forebay(*size[:-1], f"{size[-1]}1KB").stderr
-    assert "unknown kind of tier 'hosts'" in forebay("simulate", sessions, "--kv-tier", "hosts:size=1GB").stderr
-    profile = sessions.with_name("engine.toml")
-    profile.write_text('kind = "mocker"\n[tiers.disk]\nsize = "1KB"\n')
-    run = forebay("simulate", sessions, "--engine-profile", profile)
-    assert f"{profile}: tiers.disk: got a size of 1KB" in run.stderr
-    profile.write_text('kind = "mocker"\n[tiers.store]\nsize = "1TB"\n')
-    assert "unknown key 'store'" in forebay("simulate", sessions, "--engine-profile", profile).stderr

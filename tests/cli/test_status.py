@@ -4,9 +4,7 @@ import asyncio
 import json
 import re
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any, get_args
 
 import httpx
@@ -25,9 +23,8 @@ from forebay.replay.status import GroupStatus
 from forebay.transport.base import Draft, Record
 from forebay.transport.dead_letters import dead_letter
 from forebay.transport.sqlite.log import SqliteLog
-from tests.cli.in_process import error_of, forebay, json_of
+from tests.cli.in_process import answering, error_of, forebay, json_of
 from tests.cli.up import LONG_PREFIX, PATIENCE_S, running
-from tests.cli.up import forebay as process
 from tests.harness.local import free_ports
 from tests.replay import incident
 from tests.system import BLOCK, MODEL, System, submitted, until, until_ended
@@ -151,20 +148,8 @@ def test_bad_input_ends_with_code_2(arguments: list[str], message: str) -> None:
     ],
 )
 def test_responses_other_than_a_status(code: int, body: str, exit_code: int, message: str) -> None:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(code)
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        def log_message(self, *_: object) -> None:
-            """Print nothing."""
-
-    with HTTPServer(("127.0.0.1", free_ports(1)), Handler) as server:
-        thread = Thread(target=server.handle_request)
-        thread.start()
-        run = forebay("status", "--url", f"http://127.0.0.1:{server.server_port}")
-        thread.join()
+    with answering(code, body) as url:
+        run = forebay("status", "--url", url)
     assert (run.returncode, run.stdout) == (exit_code, "")
     assert message in run.stderr
 
@@ -182,10 +167,9 @@ ON_DISK = list(range(1, 9_001))  # too many for one line
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
-async def write(path: Path, *, dump_while_it_runs: bool = False) -> tuple[PrefixIndex, str]:
-    """Write a log of two workers with cached blocks. Return its index and the dump made while it was written."""
+async def write(path: Path) -> PrefixIndex:
+    """Write a log of two workers with cached blocks. Return its index."""
     log = SqliteLog.open(path)
-    printed = ""
     async with System(log).started(workers=2) as system:
         async with system.owned() as owner:
             await until(lambda: len(owner.world.fleet) == 2)
@@ -206,11 +190,9 @@ async def write(path: Path, *, dump_while_it_runs: bool = False) -> tuple[Prefix
             system.send(submitted("b", PROMPT))  # its decision ends the journal
             await until_ended(system, "b")
             await until(lambda: not len(owner.world.requests))
-            if dump_while_it_runs:
-                printed = (await asyncio.to_thread(process, "index", str(path))).stdout
         index = owner.world.index
     log.close()
-    return index, printed
+    return index
 
 
 def first(epoch: int) -> BlocksStored:
@@ -236,15 +218,12 @@ def held(index: PrefixIndex) -> list[int]:
     return [index.blocks_held(worker_id, rank, tier) for worker_id, rank in index.holders() for tier in TIERS]
 
 
-@pytest.mark.parametrize("while_it_runs", [False, True])
-def test_the_printed_events_give_the_same_index(tmp_path: Path, *, while_it_runs: bool) -> None:
+def test_the_printed_events_give_the_same_index(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
-    index, printed = asyncio.run(write(path, dump_while_it_runs=while_it_runs))
-    if not while_it_runs:
-        run = forebay("index", path)
-        assert run.returncode == 0, run.stderr
-        printed = run.stdout
-    copy = applied(printed, index)
+    index = asyncio.run(write(path))
+    run = forebay("index", path)
+    assert run.returncode == 0, run.stderr
+    copy = applied(run.stdout, index)
     assert held(copy) == held(index)
     assert copy.stores.sizes() == index.stores.sizes() == {"s": len(ON_DISK), "t": len(ON_DISK)}
     for query in (unpack_u64(sequence_hashes(pack_u32(PROMPT), BLOCK)), ON_DISK, ON_DISK[8_000:]):
@@ -253,25 +232,13 @@ def test_the_printed_events_give_the_same_index(tmp_path: Path, *, while_it_runs
 
 def test_one_worker_can_be_selected_and_an_unknown_one_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "log.db"
-    index, _ = asyncio.run(write(path))
+    index = asyncio.run(write(path))
     run = forebay("index", path, "--worker", "w0")
     events = [msgspec.json.decode(line, type=AnyKvEvent) for line in run.stdout.splitlines()]
     assert {event.worker_id for event in events} == {"w0"}
     blocks = sum(len(event.sequence_hashes) // 8 for event in events if isinstance(event, BlocksStored))
     assert blocks == sum(index.blocks_held("w0", 0, tier) for tier in TIERS)
     assert "unknown worker 'nobody'; workers are: w0, w1" in error_of("index", path, "--worker", "nobody")
-
-
-def test_a_log_and_kafka_are_exclusive(tmp_path: Path) -> None:
-    for arguments in ([], [str(tmp_path / "log.db"), "--kafka", "127.0.0.1:1"]):
-        assert "expected either a log file or --kafka" in error_of("index", *arguments)
-
-
-def test_an_empty_log_has_an_empty_index(tmp_path: Path) -> None:
-    path = tmp_path / "log.db"
-    SqliteLog.open(path).close()
-    run = forebay("index", path)
-    assert (run.returncode, run.stdout) == (0, "")
 
 
 POLICY = PolicySet(model=MODEL, pool="default", mode="random")
@@ -376,9 +343,3 @@ def test_a_log_in_use_is_not_written(log: Path) -> None:
     with closing(SqliteLog.open(log)):
         assert listed(log) == [3, 2, 1, 0], "reading works beside the writer"
         assert "another process (pid" in error_of("dead-letters", "retry", log, "0/2")
-
-
-def test_the_command_runs_as_a_process(log: Path) -> None:
-    run = process("dead-letters", "list", str(log), "--json")
-    assert run.returncode == 0, run.stderr
-    assert len(run.stdout.splitlines()) == 4

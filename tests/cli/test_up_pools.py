@@ -105,35 +105,6 @@ def test_disagg_responses_equal_those_without_disaggregation(tmp_path: Path, agg
     assert report["claims"] == 2
 
 
-def last_chunk(up: Up, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the chunk of a streamed response that has the finish reason and the worker."""
-    request = {"model": "forebay-default", "stream": True, **body}
-    response = httpx.post(f"{up.url}/v1/completions", json=request, timeout=60)
-    chunks = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: {")]
-    last: dict[str, Any] = json.loads(chunks[-1])
-    return last
-
-
-def test_disagg_responses_name_the_prefill_and_decode_workers() -> None:
-    body = {"prompt": "the log is the truth " * 40, "max_tokens": 4, "nvext": {"extra_fields": ["worker_id"]}}
-    with running(*APART, *ALIKE) as up:
-        for response in (complete(up, body), last_chunk(up, body)):
-            named, served = response["nvext"]["worker_id"], response["forebay"]
-            assert named["prefill_worker_id"].rstrip("01") == "prefill-"
-            assert named["decode_worker_id"].rstrip("01") == "decode-"
-            assert (named["prefill_dp_rank"], named["decode_dp_rank"]) == (0, 0)
-            assert (served["worker"], served["prefill"]["worker"]) == (
-                named["decode_worker_id"],
-                named["prefill_worker_id"],
-            )
-            assert served["prefill"]["transferred_bytes"] > 0
-            assert served["prefill"]["transfer_ms"] > 0
-        set_to(up, policy="never")
-        response = complete(up, body)
-        assert response["nvext"]["worker_id"]["prefill_worker_id"] == response["forebay"]["worker"]
-        assert "prefill" not in response["forebay"]
-
-
 def test_disagg_decode_workers_prefill_without_prefill_workers_unless_enforced(
     aggregated: list[tuple[str, str]],
 ) -> None:
@@ -266,41 +237,6 @@ def test_disagg_settings_without_effect_in_a_policy_file_are_rejected(tmp_path: 
         error_of("up", "--workers", "2", "--router-policy-config", tmp_path / "policy.yaml")
         == "field disagg of the --router-policy-config file requires --prefill-workers and --decode-workers"
     )
-
-
-def test_disagg_banner_names_the_prefilling_workers(tmp_path: Path) -> None:
-    limits = json.dumps({"policy": "classic"})
-    conditional = ("--router-conditional-disagg", "--router-conditional-disagg-config", limits, "--enforce-disagg")
-    banner = banner_of(*APART, *conditional, "--log", str(tmp_path / "log.db"))
-    assert "mock workers: 2 prefill, 2 decode" in banner
-    assert (
-        "by prefill workers if the policy classic requires it, KV transfer by nixl; requests that they cannot compute "
-        "are rejected" in banner
-    )
-
-
-def banner_of(*options: str, then: dict[str, Any] | None = None) -> str:
-    """Return the banner of `forebay up`, then apply the operator settings `then`."""
-    up = Up(*options)
-    up.wait_ready()
-    if then is not None:
-        set_to(up, **then)
-    output = up.banner()
-    assert up.end(signal.SIGTERM) == 0
-    return output
-
-
-@pytest.mark.slow
-def test_disagg_banner_reports_settings_that_do_not_apply(tmp_path: Path) -> None:
-    log = ("--log", str(tmp_path / "log.db"))
-    nobody = ("--prefill-workers", "0", "--decode-workers", "1", *log)
-    limits = json.dumps({"policy": "classic"})
-    conditional = ("--router-conditional-disagg", "--router-conditional-disagg-config", limits, "--enforce-disagg")
-    assert "by decode workers, because there are no prefill workers\n" in banner_of(*nobody)
-    banner = banner_of(*nobody, *conditional)
-    assert "by decode workers if the policy classic allows it; other requests are rejected\n" in banner
-    assert "computed by prefill workers, KV transfer by nixl\n" in banner_of(*APART, *log, then={"policy": "never"})
-    assert "computed by decode workers (set by `forebay control" in banner_of(*APART, *log)
 
 
 RULES = """

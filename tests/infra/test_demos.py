@@ -1,6 +1,5 @@
 """The verdicts of the demos, their checks of responses, and the faults that they inject."""
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,27 +9,16 @@ import httpx
 import pytest
 
 from forebay.core.world import CORE_VERSION
-from forebay.engine_model.model import EngineConfig
-from forebay.events.base import pack_u32, unpack_u32
-from forebay.events.requests import RequestSubmitted, Sampling
-from forebay.events.tokens import AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted
-from forebay.events.work import WorkItem
-from forebay.ingress.model import DEFAULT_MODEL, Model, word_token_ids
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import WorkloadOptions
-from forebay.workers.engine import EngineBatch
-from forebay.workers.engines.mock.engine import MockEngine
 from tests.harness import demo_disagg, demo_failover, demo_kafka, demo_tiers, demo_upgrade
 from tests.harness.cluster import Ownership
 from tests.harness.demo_upgrade import WARM, HandOff, hand_off_in, kept
 from tests.harness.failover import Counts
-from tests.harness.mock_words import Words
 from tests.harness.other_version import OTHER_VERSION
 from tests.harness.tier_system import Reuse
 from tests.integration.stream_clients import StreamClients, StreamResult, prompt
 
-PROMPT = list(range(300, 330))
-COUNT = 9
 SEED = demo_kafka.SEED
 
 
@@ -141,30 +129,14 @@ def test_the_last_lines_summarize_the_result(demo: Verdict, lines: str) -> None:
         (tiers, {"damaged": {}}, "nothing was damaged"),
         (tiers, {"verified": 8}, "9 decisions were recorded and 8 of them derived equal"),
         (upgrade, {"counts": Counts(9, 3, ["a: 0 ends, no error"])}, "a: 0 ends"),
-        (
-            upgrade,
-            {"hand_offs": HAND_OFFS[:1]},
-            f"ownership went to the rules [{OTHER_VERSION}",
-        ),
-        (
-            upgrade,
-            {"hand_offs": HAND_OFFS[1:]},
-            f"ownership went to the rules [{CORE_VERSION}",
-        ),
+        (upgrade, {"hand_offs": HAND_OFFS[:1]}, f"ownership went to the rules [{OTHER_VERSION}"),
+        (upgrade, {"hand_offs": HAND_OFFS[1:]}, f"ownership went to the rules [{CORE_VERSION}"),
         (upgrade, {"kept": [WARM, WARM - 1]}, f"warm prefixes kept: [{WARM}, {WARM - 1}]"),
         (upgrade, {"kept": [WARM]}, f"warm prefixes kept: [{WARM}]"),
         (upgrade, {"verified": {CORE_VERSION: (9, 9)}}, f"version {OTHER_VERSION} verified 0 of its 0"),
-        (
-            upgrade,
-            {"verified": {CORE_VERSION: (8, 9), OTHER_VERSION: (5, 5)}},
-            f"version {CORE_VERSION} verified 8 of",
-        ),
+        (upgrade, {"verified": {CORE_VERSION: (8, 9), OTHER_VERSION: (5, 5)}}, f"version {CORE_VERSION} verified 8 of"),
         (upgrade, {"measured": 0}, "the worker wrote 0 progress.batch_measured for owners that know"),
-        (
-            upgrade,
-            {"early": 1},
-            "the worker wrote 4 progress.batch_measured for owners that know the tag, and 1",
-        ),
+        (upgrade, {"early": 1}, "the worker wrote 4 progress.batch_measured for owners that know the tag, and 1"),
         (upgrade, {"unmeasured": 0}, "the worker wrote 4 progress.batch_measured"),
         (upgrade, {"noted": 0}, "no owner wrote cost.noted"),
         (upgrade, {"changed": 0}, "the changed cost rule changed no decision"),
@@ -196,74 +168,6 @@ def test_the_generated_trace_is_deterministic_and_shares_prefixes(tmp_path: Path
     assert found[-1].at_us <= demo_kafka.SECONDS * 1_000_000
     blocks = [block for row in found for block in row.block_ids]
     assert len(set(blocks)) < len(blocks) / 2, "turns repeat the earlier turns"
-
-
-def engine_tokens(prompt: list[int], count: int) -> list[int]:
-    """Return the tokens that a mock engine generates for a prompt."""
-    vocabulary = word_token_ids(Model(DEFAULT_MODEL).tokenizer)
-    engine = MockEngine(EngineConfig(vocabulary=vocabulary), speedup=1000.0)
-    item = WorkItem(
-        request_id="r",
-        attempt=1,
-        owner_epoch=0,
-        worker_epoch=0,
-        rank=0,
-        token_ids=pack_u32(prompt),
-        sequence_hashes=b"",
-        reply_slot=0,
-        sampling=Sampling(max_tokens=count),
-    )
-    tokens: list[int] = []
-
-    async def run() -> None:
-        done = asyncio.Event()
-
-        def publish(batch: EngineBatch) -> None:
-            tokens.extend(token for one in batch.emitted for token in unpack_u32(one.token_ids))
-            if batch.finished:
-                done.set()
-
-        running = asyncio.create_task(engine.run(publish))
-        engine.submit(item)
-        await done.wait()
-        running.cancel()
-
-    asyncio.run(run())
-    return tokens
-
-
-def submission() -> RequestSubmitted:
-    return RequestSubmitted(
-        request_id="r",
-        model="m",
-        token_ids=pack_u32(PROMPT),
-        sequence_hashes=b"",
-        reply_slot=0,
-        timeout_us=1,
-        tie_seed=1,
-        sampling=Sampling(max_tokens=COUNT),
-    )
-
-
-def emitted(attempt: int, first: int, tokens: list[int]) -> TokensEmitted:
-    chunk = TokenChunk(request_id="r", attempt=attempt, first_index=first, token_ids=pack_u32(tokens))
-    return TokensEmitted(worker_id="w", worker_epoch=0, owner_epoch=1, chunks=(chunk,), group="m")
-
-
-def test_disagg_wrong_responses_are_detected() -> None:
-    words = Words()
-    whole = engine_tokens(PROMPT, COUNT)
-    end = ResponseEnded(request_id="r", attempt=1, owner_epoch=1, finish_reason="length", group="m")
-    assert words.wrong([submission()], [emitted(1, 0, whole), end]) == []
-    assert words.wrong([submission()], [emitted(1, 0, whole)]) != [], "the response has no end"
-    assert words.wrong([submission()], [emitted(1, 0, whole[:-1]), end]) != []
-    assert words.wrong([submission()], [emitted(1, 0, [*whole[:-1], whole[0] + 1]), end]) != []
-    other = engine_tokens(PROMPT + whole[:4], COUNT - 4)
-    begins = AttemptStarted(request_id="r", attempt=2, owner_epoch=1, worker_id="v", group="m")
-    late = ResponseEnded(request_id="r", attempt=2, owner_epoch=1, finish_reason="length", group="m")
-    moved = [emitted(1, 0, whole[:4]), begins, emitted(1, 4, other), emitted(2, 4, whole[4:]), late]
-    assert words.wrong([submission()], moved) == [], "tokens of attempt 1 after attempt 2 began are stale"
-    assert words.wrong([submission()], [emitted(1, 0, whole[:4]), begins, emitted(2, 4, other), late]) != []
 
 
 def problems(hand_offs: list[HandOff]) -> list[str]:

@@ -9,14 +9,7 @@ import pytest
 from forebay.core.world import CORE_VERSION
 from forebay.events.versions import EVENTS_VERSION
 from tests.harness import other_version
-from tests.harness.other_version import (
-    BATCH_MEASURED,
-    COST_NOTED,
-    OTHER_VERSION,
-    PatchOutdated,
-    Replacement,
-    build,
-)
+from tests.harness.other_version import BATCH_MEASURED, COST_NOTED, OTHER_VERSION, PatchOutdated, Replacement, build
 
 PROGRAM = """
 import runpy, sys
