@@ -214,22 +214,21 @@ async def test_workers_lost_in_one_poll_are_all_suspect_before_the_first_is_lost
     ]
 
 
-async def test_a_draining_lease_emits_one_draining_event_until_it_is_lost(polled: PolledAdmission) -> None:
+@pytest.mark.parametrize("suspect", [False, True])
+async def test_a_draining_lease_emits_one_draining_event_until_it_is_lost(
+    polled: PolledAdmission, *, suspect: bool
+) -> None:
     await polled.poll(lease())
+    if suspect:
+        await polled.poll(lease(left_ms=13_000), observed_ms=HALF_MS)
     for renewed in (1, 1, 2, 2):  # whether suspect or not, a draining worker receives no work
         await polled.poll(lease(draining=True, renewed=renewed), observed_ms=HALF_MS)
-    await polled.poll(lease(left_ms=0, released=True))
-    assert polled.kinds() == [WorkerJoined, WorkerDraining, WorkerLost]
-    draining = polled.facts()[1]
+    await polled.poll(lease(left_ms=0, draining=True, released=True))
+    assert polled.kinds() == [WorkerJoined, *[WorkerSuspect] * suspect, WorkerDraining, WorkerLost]
+    assert polled.refused == {}
+    draining = polled.facts()[-2]
     assert isinstance(draining, WorkerDraining)
     assert (draining.worker_id, draining.worker_epoch, draining.owner_epoch) == ("w", 0, 7)
-
-
-async def test_a_suspect_worker_may_drain(polled: PolledAdmission) -> None:
-    await polled.poll(lease())
-    await polled.poll(lease(left_ms=13_000), observed_ms=HALF_MS)
-    await polled.poll(lease(draining=True, renewed=1))
-    assert polled.kinds() == [WorkerJoined, WorkerSuspect, WorkerDraining]
 
 
 async def test_a_new_owner_continues_from_the_fleet_of_its_predecessor(log: SqliteLog, polled: PolledAdmission) -> None:
@@ -567,20 +566,16 @@ async def test_a_worker_with_another_model_card_is_rejected_naming_both(
     polled: PolledAdmission, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = "a" * 64, "b" * 64
-    rest = lease("b", card=second), lease("c")
-    await polled.poll(lease("a", card=first), *rest, lease("d", card=first))
-    assert polled.joined() == ["a", "c", "d"], "a worker without a card fits all others"
+    pools = POOLS | {"other": PoolConfigured(pool="other", model="n", block_size=64)}
+    rest = lease("b", card=second), lease("c"), lease("n", card=second, model="n", pool="other")
+    await polled.poll(lease("a", card=first), *rest, lease("d", card=first), pools=pools)
+    assert polled.joined() == ["a", "c", "n", "d"], "a worker without a card, or of another model, fits all others"
     assert polled.refused == {"card": 1}
     assert f"its model card is {second}, but the card of a in the pool default is {first}" in caplog.text
-    await polled.poll(lease("a", card=first, released=True), lease("d", card=first, released=True), *rest)
-    await polled.poll(*rest)
-    assert polled.joined() == ["a", "c", "d", "b"], "another card is accepted once no worker has the first one"
-
-
-async def test_a_worker_of_another_model_may_have_another_card(polled: PolledAdmission) -> None:
-    pools = POOLS | {"other": PoolConfigured(pool="other", model="n", block_size=64)}
-    await polled.poll(lease("a", card="a" * 64), lease("b", card="b" * 64, model="n", pool="other"), pools=pools)
-    assert polled.joined() == ["a", "b"]
+    ended = [lease(name, card=first, released=True) for name in "ad"]
+    for _ in range(2):
+        await polled.poll(*ended, *rest, pools=pools)
+    assert polled.joined() == ["a", "c", "n", "d", "b"], "another card is accepted once no worker has the first one"
 
 
 def test_the_card_does_not_change_the_digest_of_the_state() -> None:
