@@ -210,21 +210,20 @@ async def ask_odd(*streams: Any, count: int = 4, **sampling: Any) -> tuple[Any, 
     return answer, server
 
 
-async def test_a_stream_cut_after_its_last_token_is_complete() -> None:
-    for last in (chunk([3], reason="stop"), chunk([3], reason="length")):
-        answer, server = await ask_odd([chunk([1, 2]), last, CUT])
-        assert (answer.tokens, answer.finished.reason) == ([1, 2, 3], last["choices"][0]["finish_reason"])
-        assert len(server.requests) == 1
-
-
-async def test_a_stream_cut_at_max_tokens_is_complete() -> None:
-    answer, server = await ask_odd([chunk([1, 2, 3, 4]), CUT])
-    assert (answer.tokens, answer.finished.reason, len(server.requests)) == ([1, 2, 3, 4], "length", 1)
-
-
-async def test_more_tokens_than_requested_are_dropped() -> None:
-    answer, _ = await ask_odd([chunk([1, 2, 3]), chunk([4, 5, 6]), HANG])
-    assert (answer.tokens, answer.finished.reason) == ([1, 2, 3, 4], "length")
+@pytest.mark.parametrize(
+    ("stream", "tokens", "reason"),
+    [
+        ([chunk([1, 2]), chunk([3], reason="stop"), CUT], [1, 2, 3], "stop"),
+        ([chunk([1, 2]), chunk([3], reason="length"), CUT], [1, 2, 3], "length"),
+        ([chunk([1, 2, 3, 4]), CUT], [1, 2, 3, 4], "length"),
+        ([chunk([1, 2, 3]), chunk([4, 5, 6]), HANG], [1, 2, 3, 4], "length"),
+    ],
+)
+async def test_a_stream_that_ends_after_its_last_token_is_complete(
+    stream: list[Any], tokens: list[int], reason: str
+) -> None:
+    answer, server = await ask_odd(stream)
+    assert (answer.tokens, answer.finished.reason, len(server.requests)) == (tokens, reason, 1)
 
 
 async def test_a_continued_request_asks_for_the_rest() -> None:

@@ -17,7 +17,7 @@ from forebay.workers.engines.attached import engine as engine_module
 from forebay.workers.engines.attached.completions import HALF_LEASE_S
 from forebay.workers.engines.settings import EngineSettings
 from tests.harness.openai_server import OpenAiServer
-from tests.workers.attached import HANG, MODEL, OddServer, attached, attached_to, chunk, described
+from tests.workers.attached import HANG, MODEL, OddServer, attached, chunk, described
 from tests.workers.conftest import until
 from tests.workers.engine_setup import lora_directory, reported
 
@@ -324,16 +324,6 @@ async def test_a_server_that_rejects_the_health_request_is_alive(monkeypatch: py
         await until(lambda: server.counters.refused == 1)
         await one.engine.check()
         await one.engine.check()
-
-
-async def test_a_failed_start_leaves_nothing_open() -> None:
-    async with server_of() as server:
-        engine = await attached_to(server)
-        server.faults.status = 500
-        with pytest.raises(EngineError, match="rejected the first prompt"):
-            async with attached(server):
-                pass
-        await engine.stop()
 
 
 # Load

@@ -341,10 +341,6 @@ def feature(identifier: str, offset: int, length: int) -> Any:
     return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
 
 
-def names(tokens: list[int], **options: Any) -> list[tuple[bytes, int]]:
-    return [(one.key, one.sequence_hash) for one in PromptNames(NAMED, **options).extend(tokens)]
-
-
 @pytest.mark.parametrize("step", [1, 3, 5, 23])
 def test_names_do_not_depend_on_how_tokens_arrive(step: int) -> None:
     features = [feature("00ff" * 16, 2, 7), feature("clip", 17, 2)]
@@ -360,20 +356,6 @@ def test_names_do_not_depend_on_how_tokens_arrive(step: int) -> None:
     hashes = unpack_u64(sequence_hashes(packed, BLOCK, hash_seed("l", "t"), objects))
     assert [one.key for one in grown.names] == keys
     assert [one.sequence_hash for one in grown.names] == list(hashes)
-
-
-def test_names_depend_on_everything_that_changes_the_kv() -> None:
-    variants: list[dict[str, Any]] = [
-        {},
-        {"salt": "a"},
-        {"adapter": "b"},
-        {"features": [feature("c", 0, 2)]},
-        {"features": [feature("c", 1, 2)]},
-    ]
-    keys = {names(TOKENS, **variant)[0][0] for variant in variants}
-    assert len(keys) == len(variants)
-    renamed = names(TOKENS, lora_name="other", adapter="b")
-    assert renamed[0][0] == names(TOKENS, adapter="b")[0][0], "the content of an adapter counts, not its name"
 
 
 def test_tiers_and_transfers_are_combined() -> None:

@@ -268,23 +268,18 @@ class FaultyStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def read(self, names: Sequence[BlockName], into: Sequence[memoryview], deadline_s: float) -> list[str]:
+    def _fails(self, may_fail: bool) -> bool:
         self.calls += 1
         assert self.gate.wait(WAIT_S)
         if self.reason == "raise":
             raise RuntimeError("a bug in a store")
-        if self.reason and self.reading:
-            return [self.reason] * len(names)
-        return self._store.read(names, into, deadline_s)
+        return bool(self.reason) and may_fail
+
+    def read(self, names: Sequence[BlockName], into: Sequence[memoryview], deadline_s: float) -> list[str]:
+        return [self.reason] * len(names) if self._fails(self.reading) else self._store.read(names, into, deadline_s)
 
     def write(self, blocks: Sequence[tuple[BlockName, memoryview]], deadline_s: float) -> list[str]:
-        self.calls += 1
-        assert self.gate.wait(WAIT_S)
-        if self.reason == "raise":
-            raise RuntimeError("a bug in a store")
-        if self.reason and self.writing:
-            return [self.reason] * len(blocks)
-        return self._store.write(blocks, deadline_s)
+        return [self.reason] * len(blocks) if self._fails(self.writing) else self._store.write(blocks, deadline_s)
 
 
 def inject(monkeypatch: Any) -> list[FaultyStore]:

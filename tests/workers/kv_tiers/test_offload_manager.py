@@ -406,16 +406,3 @@ def test_a_source_that_raises_ends_the_offer(tmp_path: Path) -> None:
         assert (one.offers, one.held["host"]) == ([1], set())
         one.offload(range(16))
         assert one.held["host"] == {*range(16)}
-
-
-def test_closing_drops_what_has_not_begun(tmp_path: Path, stores: list[FaultyStore]) -> None:
-    with rank(settings(tmp_path, disk=64)) as one:
-        stores[0].gate.clear()
-        for first in range(0, 40, 4):
-            one.offer(range(first, first + 4))
-        stores[0].gate.set()
-    with rank(settings(tmp_path, disk=64)) as two:
-        assert two.held["disk"] <= {*range(40)}
-        for first in range(0, 40, 4):
-            two.load(range(first, first + 4))
-        assert not two.tiers.counters().misses

@@ -101,34 +101,6 @@ async def test_nixl_transient_corruption_costs_one_retry(monkeypatch: pytest.Mon
         await until(lambda: freed == [("a", "fetched")])
 
 
-async def test_nixl_fetches_are_bounded_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        kv_transport.FetchLimiter.__init__, "__kwdefaults__", {"fetches_max": 3, "bytes_max": 6 * BLOCK_BYTES}
-    )
-    async with transport("p@6", blocks=256) as (holder, _), transport("d@6", blocks=256) as (reader, _):
-        offers = [prefilled(holder, str(n), range(4 * n, 4 * n + 4)) for n in range(40)]
-        most, order = [0, 0, 0], []
-
-        async def fetch(number: int) -> None:
-            await reader.fetch(offers[number], 0, range(4 * number, 4 * number + 4))
-            order.append(number)
-
-        def seen() -> bool:
-            stats = reader.stats
-            most[:] = map(max, most, (stats.in_flight, stats.in_flight_bytes, stats.waiting))
-            return len(order) == 40
-
-        tasks = [asyncio.create_task(fetch(number)) for number in range(40)]
-        await until(seen)
-        await asyncio.gather(*tasks)
-        assert most[0] <= 3
-        assert most[1] <= 6 * BLOCK_BYTES
-        assert most[2] >= 30
-        assert order == list(range(40)), "one at a time fits here, so they end in turn"
-        assert (reader.stats.in_flight, reader.stats.in_flight_bytes, reader.stats.waiting) == (0, 0, 0)
-        assert have(reader, range(160), range(160), seed=2)
-
-
 @pytest.mark.usefixtures("by_socket")
 async def test_nixl_slots_of_a_cancelled_fetch_are_not_written_to() -> None:
     size = 1 << 20
