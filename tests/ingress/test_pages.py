@@ -98,7 +98,7 @@ async def test_every_error_matches_its_schema(scene: Scene) -> None:
 
 
 ADMIN = {
-    *("/busy_threshold", "/clear_kv_blocks", "/disaggregation", "/drain", "/pause", "/reset_prefix_cache", "/resume"),
+    *("/busy_threshold", "/clear_kv_blocks", "/disaggregation", "/pause", "/reset_prefix_cache", "/resume"),
     *("/sleep", "/v1/commands", "/v1/load_lora_adapter", "/v1/loras", "/v1/loras/{lora_name}", "/v1/pools"),
     *("/v1/pools/canary", "/v1/pools/drain", "/v1/pools/policy", "/v1/pools/routing", "/v1/unload_lora_adapter"),
     "/wake_up",

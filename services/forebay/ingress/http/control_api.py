@@ -62,12 +62,6 @@ STATUSES: tuple[tuple[Literal["timed_out", "left", "refused"], int, str], ...] =
 LORA_NEUTRAL: Neutral = {"load_inplace": (None, False)}  # if true, vLLM replaces a loaded adapter of the same name
 LORA_IGNORED = frozenset({"lora_int_id"})  # vLLM's number of an adapter
 
-# Part of a JSON schema: a drain names workers or a pool.
-DRAINED = [
-    {"required": ["worker_ids"], "properties": {"worker_ids": {"minItems": 1}}},
-    {"required": ["pool"], "properties": {"pool": {"minLength": 1}}},
-]
-
 
 class CommandBody(CheckedBody):
     """Fields that all commands share.
@@ -85,19 +79,6 @@ class CommandBody(CheckedBody):
 
     def command(self, action: Action) -> Command:
         """Return the command for workers. Raises ApiError (400) if a field that the command requires is missing."""
-        return Command(action=action)
-
-
-class DrainBody(CommandBody):
-    """Body of POST /drain. It must name workers or a pool, because a drained worker ends."""
-
-    @classmethod
-    def describe(cls, schema: dict[str, Any]) -> None:
-        schema["anyOf"] = DRAINED
-
-    def command(self, action: Action) -> Command:
-        if not (self.worker_ids or self.pool):
-            raise invalid("worker_ids is missing; name the workers to drain, or a pool", "worker_ids")
         return Command(action=action)
 
 
@@ -158,12 +139,12 @@ class AnyCommandBody(LoraBody):
         action = next((one for one in ACTIONS if one == self.action), None)
         if action is None:
             raise invalid(unknown_name("action", self.action, ACTIONS), "action", "unknown_command")
-        if action == "drain":
-            return DrainBody(worker_ids=self.worker_ids, pool=self.pool).command(action)
+        if action == "drain" and not (self.worker_ids or self.pool):  # because a drained worker ends
+            raise invalid("worker_ids is missing; name the workers to drain, or a pool", "worker_ids")
         return self.command(action) if action in LORA_CHANGES else Command(action=action, level=self.level)
 
 
-COMMAND_BODIES = (AnyCommandBody, CommandBody, DrainBody, LoraBody, SleepBody)
+COMMAND_BODIES = (AnyCommandBody, CommandBody, LoraBody, SleepBody)
 
 BodyT = TypeVar("BodyT", bound=CommandBody)
 
@@ -196,7 +177,7 @@ def add_commands(router: APIRouter, ingress: GroupClient) -> None:
             path,
             name=action,
             description=text,
-            openapi_extra=body_of(kind, required=issubclass(kind, LoraBody | DrainBody)),
+            openapi_extra=body_of(kind, required=issubclass(kind, LoraBody)),
             responses=errors(*COMMANDS),
         )
         async def route(request: Request) -> Response:
@@ -211,7 +192,6 @@ def add_commands(router: APIRouter, ingress: GroupClient) -> None:
     add("/sleep", "sleep", SleepBody, "Free the memory of engines until they wake up.")
     add("/wake_up", "wake_up", CommandBody, "Wake up engines.")
     add("/pause", "pause", CommandBody, "Stop computing until `/resume`; requests wait.")
-    add("/drain", "drain", DrainBody, "Send workers no new requests; they finish those they have, and leave.")
     add("/resume", "resume", CommandBody, "Continue after `/pause`.")
 
 
