@@ -17,7 +17,6 @@ from forebay.events.tokens import (
     ResponseEnded,
     RouteResponse,
     TokenChunk,
-    TokenEvent,
     TokensEmitted,
 )
 from forebay.events.topics import TOKENS
@@ -69,56 +68,40 @@ def called(reader: ReplyReader) -> "tuple[asyncio.Task[RouteResponse], asyncio.T
     )
 
 
-async def test_events_of_another_group_on_the_same_slot_are_ignored(log: SqliteLog) -> None:
-    ids: dict[str, Any] = {"request_id": "a", "owner_epoch": 9, "reply_key": KEY}
-    strangers: list[TokenEvent] = [
-        replace(output("a", 0, 90, 91), owner_epoch=9),
-        AttemptStarted(**ids, attempt=2, worker_id="w"),
-        Embedded(**ids, attempt=2, worker_id="w", vector=b""),
-        ResponseEnded(**ids, attempt=2, finish_reason="stop"),
-        RouteResponse(request_id="q", owner_epoch=9, reply_key=KEY),
-        CommandResponse(command_id="c", owner_epoch=9, reply_key=KEY),
-    ]
-    own = [
-        output("a", 0, 7, 8),
-        ResponseEnded(request_id="a", owner_epoch=1, attempt=1, finish_reason="stop", group=GROUP, reply_key=KEY),
-        RouteResponse(request_id="q", owner_epoch=1, group=GROUP, reply_key=KEY),
-        CommandResponse(command_id="c", owner_epoch=1, group=GROUP, reply_key=KEY),
-    ]
-    async with reading(log, 0) as reader:
-        stream, (query, command) = reader.open("a", KEY), called(reader)
-        for group in ("other-model", ""):
-            await append(log, *[replace(event, group=group) for event in strangers])
-        await append(log, *own)
-        await until(lambda: stream.ended is not None)
-        assert [await query, await command] == own[2:]
-    assert (stream.tokens, stream.attempt, stream.ended) == ([7, 8], 1, own[1])
-
-
-@pytest.mark.parametrize("key", [0, KEY - 1, 2**63 - 1])
-async def test_events_without_the_key_of_the_request_are_ignored_and_counted(log: SqliteLog, key: int) -> None:
-    ids: dict[str, Any] = {"request_id": "a", "owner_epoch": 9, "group": GROUP, "reply_key": key}
+@pytest.mark.parametrize(
+    ("group", "key", "foreign"),
+    [("other-model", KEY, []), ("", KEY, []), (GROUP, 0, [4]), (GROUP, KEY - 1, [4]), (GROUP, 2**63 - 1, [4])],
+)
+async def test_events_of_another_group_or_without_the_key_of_the_request_are_ignored(
+    log: SqliteLog, group: str, key: int, foreign: list[float]
+) -> None:
+    """Events of the group without the key are counted."""
+    forged: dict[str, Any] = {"owner_epoch": 9, "group": group, "reply_key": key}
     (chunk,) = output("a", 0, 90, 91).chunks
-    forged: list[TokenEvent] = [
-        replace(output("a", 0), owner_epoch=9, chunks=(replace(chunk, reply_key=key),)),
-        AttemptStarted(**ids, attempt=2, worker_id="w1"),
-        Embedded(**ids, attempt=2, worker_id="w1", vector=b""),
-        ResponseEnded(**ids, attempt=2, finish_reason="stop"),
-        RouteResponse(request_id="q", owner_epoch=9, group=GROUP, reply_key=key),
-        CommandResponse(command_id="c", owner_epoch=9, group=GROUP, reply_key=key),
-    ]
-    own = ResponseEnded(request_id="a", owner_epoch=1, attempt=1, finish_reason="stop", group=GROUP, reply_key=KEY)
-    foreign: list[float] = []
-    async with reading(log, 0, foreign.append) as reader:
-        stream, (query, command) = reader.open("a", KEY), called(reader)
-        await append(log, *forged, output("a", 0, 7, 8), own)
+    own: dict[str, Any] = {"owner_epoch": 1, "group": GROUP, "reply_key": KEY}
+    ended = ResponseEnded(request_id="a", attempt=1, finish_reason="stop", **own)
+    replies = [RouteResponse(request_id="q", **own), CommandResponse(command_id="c", **own)]
+    counted: list[float] = []
+    async with reading(log, 0, counted.append) as reader:
+        stream, calls = reader.open("a", KEY), called(reader)
+        await append(
+            log,
+            replace(output("a", 0), owner_epoch=9, group=group, chunks=(replace(chunk, reply_key=key),)),
+            AttemptStarted(request_id="a", attempt=2, worker_id="w", **forged),
+            Embedded(request_id="a", attempt=2, worker_id="w", vector=b"", **forged),
+            ResponseEnded(request_id="a", attempt=2, finish_reason="stop", **forged),
+            RouteResponse(request_id="q", **forged),
+            CommandResponse(command_id="c", **forged),
+            output("a", 0, 7, 8),
+            ended,
+        )
         await until(lambda: stream.ended is not None)
+        assert (stream.tokens, stream.attempt, stream.ended) == ([7, 8], 1, ended)
+        assert not any(call.done() for call in calls)
+        await append(log, *replies)
+        assert [await call for call in calls] == replies
         reader.close("a")
-        assert (stream.tokens, stream.attempt, stream.ended) == ([7, 8], 1, own)
-        assert not (query.done() or command.done())
-        for call in (query, command):
-            call.cancel()
-    assert foreign == [4]
+    assert counted == foreign
 
 
 async def append(log: SqliteLog, *events: Event) -> None:
