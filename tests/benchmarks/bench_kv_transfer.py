@@ -46,11 +46,7 @@ def hold(block_bytes: int, blocks: int, pipe: "Connection[Any, int]") -> None:
 
     async def act() -> None:
         transport = await open_transport(
-            name=HOLDER,
-            block_bytes=block_bytes,
-            blocks=2 * blocks,
-            lease_s=LEASE_S,
-            on_free=lambda *_: None,
+            name=HOLDER, block_bytes=block_bytes, blocks=2 * blocks, lease_s=LEASE_S, on_free=lambda *_: None
         )
         for block in range(2 * blocks):
             transport.memory.view(block)[:] = block % 251

@@ -69,13 +69,7 @@ class ServedModels(ABC):
 
 def card_of(name: str, context_tokens: int, created_s: int, adapters: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return the entries of a model and its adapters for `GET /v1/models`."""
-    card = {
-        "id": name,
-        "object": "model",
-        "created": created_s,
-        "owned_by": "forebay",
-        "max_model_len": context_tokens,
-    }
+    card = {"id": name, "object": "model", "created": created_s, "owned_by": "forebay", "max_model_len": context_tokens}
     return [card, *({**card, "id": adapter, "parent": name} for adapter in adapters)]
 
 

@@ -163,9 +163,7 @@ def add_commands(router: APIRouter, ingress: GroupClient) -> None:
         return await _run(request, ingress, body, body.command("list_loras"))
 
     @router.delete(
-        "/v1/loras/{lora_name:path}",
-        openapi_extra=body_of(CommandBody, required=False),
-        responses=errors(*COMMANDS),
+        "/v1/loras/{lora_name:path}", openapi_extra=body_of(CommandBody, required=False), responses=errors(*COMMANDS)
     )
     async def delete_lora(request: Request, lora_name: str) -> Response:
         """Unload a LoRA adapter."""

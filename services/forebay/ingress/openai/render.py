@@ -59,14 +59,7 @@ class ResponseFormatter:
     """Encodes one choice of a completion as JSON. `names_worker` adds the worker ids as the extension `nvext`."""
 
     def __init__(
-        self,
-        *,
-        chat: bool,
-        response_id: str,
-        model: str,
-        created: int,
-        index: int = 0,
-        names_worker: bool = False,
+        self, *, chat: bool, response_id: str, model: str, created: int, index: int = 0, names_worker: bool = False
     ) -> None:
         self._chat = chat
         self._index = index

@@ -101,12 +101,7 @@ TEXT_NEUTRAL: Neutral = {
 ECHO_EXCLUDES = {"echo": (None, False), "logprobs": (None,)}  # one of them must have such a value
 IGNORED = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
 # Clients send the message of a response back unchanged, so its neutral fields are accepted.
-MESSAGE_NEUTRAL: Neutral = {
-    "annotations": (None, []),
-    "audio": (None,),
-    "function_call": (None,),
-    "refusal": (None,),
-}
+MESSAGE_NEUTRAL: Neutral = {"annotations": (None, []), "audio": (None,), "function_call": (None,), "refusal": (None,)}
 MESSAGE_IGNORED = frozenset({"parsed"})  # the content as parsed by OpenAI's client
 
 # The model determines the number of tokens of an image; a client cannot set it.

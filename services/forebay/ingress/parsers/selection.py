@@ -32,11 +32,7 @@ from forebay.ingress.parsers.parsers import (
 from forebay.ingress.parsers.vllm_parsers import PREFIX, VllmParsers
 
 AUTO, NONE = "auto", "none"
-TOOL_TAGS = {
-    "hermes": (TOOL_CALL, END_TOOL_CALL),
-    "llama3_json": (PYTHON_TAG,),
-    "mistral": (TOOL_CALLS, ARGS, CALL_ID),
-}
+TOOL_TAGS = {"hermes": (TOOL_CALL, END_TOOL_CALL), "llama3_json": (PYTHON_TAG,), "mistral": (TOOL_CALLS, ARGS, CALL_ID)}
 REASONING_TAGS = (THINK, END_THINK)
 REASONING_NAMES = ("deepseek_r1", "qwen3")  # deepseek_r1 treats all text before the end tag as reasoning
 
