@@ -18,7 +18,7 @@ from forebay.cli.common.cluster import leases_at
 from forebay.cli.common.command_class import SERVICE_OPTIONS, CliCommand
 from forebay.cli.common.config_file import SERVICES
 from forebay.cli.common.options import Number
-from tests.cli.in_process import error_of, forebay
+from tests.cli.in_process import forebay
 from tests.command_line import commands, options
 from tests.harness.local import free_ports
 
@@ -317,10 +317,6 @@ def test_error_for_a_url_without_a_scheme(arguments: tuple[str, ...]) -> None:
     assert "expected a URL such as http://127.0.0.1:8000" in refused(*arguments, "--url", "localhost:8000")
 
 
-def test_error_for_a_missing_file(tmp_path: Path) -> None:
-    assert "missing.toml: No such file" in refused("up", "--config", str(tmp_path / "missing.toml"))
-
-
 @pytest.mark.parametrize(
     ("url", "masked"),
     [
@@ -398,12 +394,6 @@ def test_an_option_rejects_an_invalid_name(command: str, option: str, name: str)
     assert "cannot be used: " in line
 
 
-def test_a_model_directory_with_an_invalid_model_name_is_rejected(tmp_path: Path) -> None:
-    directory = tmp_path / "a\nb"
-    directory.mkdir()
-    assert "--model-name" in error_of("up", "--model", directory)
-
-
 def test_options_with_the_same_name_take_the_same_kind_of_value() -> None:
     kinds: dict[str, set[str]] = {}
     for command, option in OPTIONS_OF_COMMANDS:
@@ -468,8 +458,6 @@ def test_a_missing_extra_is_named_in_one_line(
     extra: str, package: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    row = {"timestamp": 0, "input_length": 10, "output_length": 1, "hash_ids": [0]}
-    (tmp_path / "load.jsonl").write_text(json.dumps(row) + "\n")
     monkeypatch.setattr(extras, "find_spec", lambda _: None)
     run = forebay(*arguments)
     remedy = f"requires the package {package}; install it with: pip install 'forebay[{extra}]'\n"

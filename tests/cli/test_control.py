@@ -305,18 +305,6 @@ def test_the_grid_of_pools_is_shown_as_a_table(system: tuple[Up, Path], tmp_path
     assert len(control(up, "pools")[1].splitlines()) == 3, "no grid is left"
 
 
-def test_the_log_of_commands_verifies(system: tuple[Up, Path], tmp_path: Path) -> None:
-    up, log = system
-    control(up, "adapters", "load", "--lora", f"x={tmp_path}")
-    control(up, "power", "pause", "--worker", "nobody")
-    recording = tmp_path / "secret.rec"
-    run = forebay("record", log, recording, "--anonymize")
-    assert run.returncode == 0, run.stderr
-    assert str(tmp_path).encode() not in recording.read_bytes()
-    assert verified(recording)["decisions"]
-    assert verified(log)["decisions"]
-
-
 def test_the_admin_api_is_disabled_by_default() -> None:
     with running("--workers", "1") as up:
         answers = [control(up, *names) for names in (("power", "pause"), ("policy",), ("pools",))]

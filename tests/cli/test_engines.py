@@ -209,12 +209,6 @@ def test_disagg_a_mock_engine_without_nixl_transfers_kv_in_modelled_time(
     assert engine.kv_settings.connector == connector
 
 
-@pytest.mark.usefixtures("fake")
-def test_disagg_a_real_engine_uses_its_own_kv_transfer() -> None:
-    with pytest.raises(Unusable, match="--kv-bytes-per-token requires --engine mock: vllm configures KV transfer in"):
-        choose("vllm", kv_bytes_per_token=32)
-
-
 def test_disagg_a_service_does_all_of_a_request(tmp_path: Path) -> None:
     path = tmp_path / "parrot.py"
     path.write_text(

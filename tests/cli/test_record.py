@@ -197,12 +197,7 @@ def test_invalid_output_paths_are_rejected(source: Path, tmp_path: Path) -> None
         == "expected LOG and OUT, or OUT and --kafka"
     )
     assert "cannot be used" in error_of("record", "--kafka", "127.0.0.1:1", tmp_path / "rec")
-    assert (
-        error_of("record", tmp_path / "none.db", tmp_path / "rec")
-        == f"{tmp_path}/none.db: no such log file; check the path"
-    )
     assert "there is no directory" in error_of("record", source, tmp_path / "deeper" / "rec")
-    assert "is a directory" in error_of("record", source, tmp_path)
     (tmp_path / "text").write_text("hello, world\n" * 99)
     assert "is not a forebay log" in error_of("record", tmp_path / "text", tmp_path / "rec")
     SqliteLog.open(tmp_path / "empty.db").close()
@@ -217,11 +212,8 @@ def test_invalid_output_paths_are_rejected(source: Path, tmp_path: Path) -> None
         error_of("record", tmp_path / "pipe", tmp_path / "rec")
         == f"{tmp_path}/pipe: is not a regular file; choose another path"
     )
-    assert "pipe: is not a regular file" in error_of("record", source, tmp_path / "pipe")
     os.mkfifo(part_of(tmp_path / "rec"))
     assert "rec.part: is not a regular file" in error_of("record", source, tmp_path / "rec")
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    assert "link: exists already" in error_of("record", source, tmp_path / "link")
     for length in (252, 300):
         assert "cannot be accessed (File name too long)" in error_of("record", source, tmp_path / ("x" * length))
 

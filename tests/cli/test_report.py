@@ -465,26 +465,6 @@ def test_every_chart_can_be_saved_as_an_image(simulated: tuple[Path, dict[str, A
 
 
 @pytest.mark.slow
-def test_the_page_follows_the_colour_scheme_and_fits_a_phone(
-    simulated: tuple[Path, dict[str, Any]], browser: Browser
-) -> None:
-    with opened(simulated[0], browser, scheme="dark", width=375, height=720) as found:
-        drawn(found)
-        page = found.page
-        body, line = page.locator("body"), "plots.ttft[0].series[1].stroke()"
-        assert page.evaluate(line) == "#6fb1f2"
-        expect(body).to_have_css("background-color", "rgb(20, 24, 28)")
-        assert page.evaluate("document.documentElement.scrollWidth") <= 375
-        page.locator("#requests button.open").first.click()
-        assert page.evaluate("document.documentElement.scrollWidth") <= 375
-        page.emulate_media(color_scheme="light")
-        expect(body).to_have_css("background-color", "rgb(251, 251, 249)")
-        while page.evaluate(line) != "#2b6cb0":  # the page's policy forbids `wait_for_function` to evaluate a text
-            page.wait_for_timeout(20)
-        assert found.errors == []
-
-
-@pytest.mark.slow
 def test_names_are_escaped_and_run_no_script(tmp_path: Path, browser: Browser) -> None:
     path = tmp_path / "report.html"
     runs = [run(HOSTILE, requests=60, failed=[3]), run("kv", requests=60, held=True)]

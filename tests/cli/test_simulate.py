@@ -285,20 +285,6 @@ def test_disaggregated_pools_complete_all_requests(trace: Path) -> None:
     assert "prefilled_remotely" not in together
 
 
-def test_table_and_report_show_roles(trace: Path) -> None:
-    page = trace.parent / "page.html"
-    run = forebay("simulate", trace, *APART, "--policy", "kv", "--report", page)
-    assert run.returncode == 0
-    assert "2 prefill workers and 1 decode workers" in run.stdout
-    for text in ("remote", "transfer"):
-        assert text in run.stdout
-    parsed = Page(page.read_text())
-    assert "2 prefill workers (mocker" in parsed.text
-    assert "1 decode worker (mocker" in parsed.text
-    assert "load to the prefill workers" in parsed.text
-    assert "mock-1 (prefill)" in str(parsed.charts)
-
-
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -396,17 +382,6 @@ def test_the_output_has_sizes_gpu_hours_and_attainment_of_each_interval(planner:
     assert "attained" in one, "without --slo, the targets of the planner count"
     assert result["settings"]["planner"]["predictor"] == predictor
     assert planned(planner) == result
-
-
-@pytest.mark.slow
-def test_method_simulate_simulates_each_forecast(planner: Path) -> None:
-    text = planner.read_text().replace("interval_s = 20", 'interval_s = 20\nmethod = "simulate"\nttft_ms = 2000')
-    planner.write_text(text.replace('profile = "profile.json"', 'engine_profile = "mocker"'))
-    result = planned(planner)
-    one = result["policies"]["kv"]
-    reasons = {pool["reason"] for interval in one["planner"]["intervals"] for pool in interval["pools"].values()}
-    assert reasons <= {"scale_up", "scale_down", "hold", "limited"}
-    assert result["settings"]["planner"]["method"] == "simulate"
 
 
 def test_the_report_shows_the_planner(planner: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from forebay.cli.simulate.options import FleetOptions, ShapeOptions
 from forebay.cli.simulate.simulations import Work, run_all
-from forebay.cli.simulate.sweep_axes import BLIND_MODES, COST_SETTINGS, OF_FLEET, OF_SHAPE, axes_of, combinations
+from forebay.cli.simulate.sweep_axes import OF_FLEET, OF_SHAPE, axes_of, combinations
 from forebay.engine_model.timing import LinearTiming
 from forebay.events.control import RouterConfig
 from forebay.simulate.pareto import costs
@@ -270,20 +270,6 @@ def test_pools_of_a_file_are_resized_one_by_one(tmp_path: Path) -> None:
 def test_setting_names_are_unambiguous() -> None:
     assert not set(ROUTER_SETTINGS) & {*OF_FLEET, *OF_SHAPE}
     assert not set(OF_FLEET) & set(OF_SHAPE)
-
-
-@pytest.mark.parametrize("mode", sorted(BLIND_MODES - {"direct"}))
-def test_cost_settings_are_ignored_by_modes_without_costs(trace: Path, mode: str) -> None:
-    plain = ["simulate", str(trace), "--json", "--workers", "3", "--kv-blocks", "512", "--policy"]
-    other = {"selection_policy": "lmetric", "tier_credit": "measured"}
-    changed = ",".join(f"{name}={other.get(name, '0.6')}" for name in COST_SETTINGS)
-    figures = [
-        next(iter(json.loads(forebay(*plain, text).stdout)["policies"].values()))
-        for text in (mode, f"{mode}:{changed}")
-    ]
-    for one in figures:
-        del one["digest"]  # the digest includes the costs of decisions
-    assert figures[0] == figures[1]
 
 
 ROW: dict[str, Any] = {"timestamp": 0, "input_length": 1000, "output_length": 7, "hash_ids": [1, 2]}

@@ -383,35 +383,6 @@ def test_prompts_longer_than_the_context_are_left_out(up: Up, tmp_path: Path) ->
     assert all("exceed the context of 131072 tokens" in one["reason"] for one in found["left_out"])
 
 
-@pytest.mark.slow
-def test_an_interrupted_measurement_is_continued_on_another_system(tmp_path: Path) -> None:
-    out = tmp_path / "p.json"
-    grid = ("--isl", ",".join(map(str, range(100, 131))), "--role", "prefill", "--repeats", "1")
-    with running("--workers", "1", "--speedup", "1") as up:
-        ended = threading.Event()
-
-        def kill_after_a_point() -> None:
-            while not out.exists() and not ended.wait(0.01):
-                pass
-            up.process.kill()
-
-        killer = threading.Thread(target=kill_after_a_point)
-        killer.start()
-        try:
-            run = forebay("profile", "run", "--url", up.url, "--out", out, *grid)
-        finally:
-            ended.set()
-            killer.join()
-            up.process.communicate(timeout=PATIENCE_S)
-    assert (run.returncode, "run the same command again" in run.stderr) == (1, True), run.stderr
-    measured = json.loads(out.read_text())["prefill"]
-    assert 1 <= len(measured) < 31
-    with running("--workers", "1", "--speedup", "1") as up:
-        found = profile(up, out, *grid)["prefill"]
-    assert found[: len(measured)] == measured
-    assert len(found) == 31
-
-
 def test_an_interrupted_run_keeps_its_points(up: Up, tmp_path: Path) -> None:
     out = tmp_path / "p.json"
     run = fork_server.start("profile", "run", "--url", up.url, "--out", str(out), stderr=subprocess.PIPE)

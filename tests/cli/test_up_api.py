@@ -83,23 +83,6 @@ def test_a_tool_is_called_and_its_result_answered(client: openai.OpenAI) -> None
     assert answer.choices[0].message.content
 
 
-def test_a_stream_of_tool_calls(client: openai.OpenAI) -> None:
-    stream = client.chat.completions.create(
-        model=MODEL, messages=ask("What is the weather like in Paris today?"), tools=[WEATHER], stream=True
-    )
-    calls: dict[int, Any] = {}
-    for chunk in stream:
-        for call in chunk.choices[0].delta.tool_calls or []:
-            assert call.function is not None
-            if call.index in calls:
-                calls[call.index].function.arguments += call.function.arguments or ""
-            else:
-                calls[call.index] = call
-                call.function.arguments = call.function.arguments or ""
-    (only,) = calls.values()
-    assert set(json.loads(only.function.arguments)) == {"location", "units"}
-
-
 def test_parsed_structured_outputs(client: openai.OpenAI) -> None:
     event = client.chat.completions.parse(
         model=MODEL,
