@@ -103,34 +103,33 @@ async def test_a_retry_appends_the_original_record_and_marks_the_letter(
     assert log.next_offset(CONTROL.name, PARTITION) == 2
 
 
-async def test_a_record_that_still_does_not_decode_is_refused(log: SqliteLog) -> None:
+REFUSED = {
+    "a gap": ("kv-events", b"{}", "stale: the owner noticed the gap"),
+    "a report": ("metrics", b"{}", "stale: a newer load report"),
+    "a lease": ("fleet", b"{}", "stale: the owner has judged the leases"),
+    "work": ("work.default", b"{}", "stale: it names an epoch of a worker"),
+    "unknown topic": ("no-topic", b"{}", "this version has no topic no-topic"),
+    "newer event": (
+        "control",
+        b'{"type": "control.of_a_newer_version"}',
+        "does not decode in this version either: .*control.of_a_newer_version",
+    ),
+    "large": (
+        "control",
+        bytes(CONTENT_BYTES_MAX + 1),
+        "does not contain the whole record: a value of 8388609 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+async def test_records_that_are_stale_unknown_or_incomplete_are_refused(log: SqliteLog, case: str) -> None:
+    topic, value, reason = REFUSED[case]
     ends = log.topics()
-    offset = await bury(log, "control", b'{"type": "control.of_a_newer_version"}')
-    with pytest.raises(NotRetriable, match=r"does not decode in this version either: .*control.of_a_newer_version"):
-        await retry(log, offset)
-    assert log.topics() == [*ends, (DEAD_LETTERS.name, PARTITION, 1)], "nothing was appended"
-
-
-@pytest.mark.parametrize(
-    ("topic", "reason"),
-    [
-        ("kv-events", "stale: the owner noticed the gap"),
-        ("metrics", "stale: a newer load report"),
-        ("fleet", "stale: the owner has judged the leases"),
-        ("work.default", "stale: it names an epoch of a worker"),
-        ("no-topic", "this version has no topic no-topic"),
-    ],
-)
-async def test_stale_and_unknown_topics_are_refused(log: SqliteLog, topic: str, reason: str) -> None:
-    offset = await bury(log, topic, b"{}")
+    offset = await bury(log, topic, value)
     with pytest.raises(NotRetriable, match=reason):
         await retry(log, offset)
-
-
-async def test_a_record_that_the_letter_omits_is_refused(log: SqliteLog) -> None:
-    offset = await bury(log, "control", bytes(CONTENT_BYTES_MAX + 1))
-    with pytest.raises(NotRetriable, match="does not contain the whole record: a value of 8388609 bytes"):
-        await retry(log, offset)
+    assert log.topics() == [*ends, (DEAD_LETTERS.name, PARTITION, 1)], "nothing was appended"
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from forebay.transport.models import (
     superseded_by,
 )
 from forebay.transport.sqlite.log import SqliteLog
+from tests.live.shared import background
 
 FILES = {"config.json": b"{}", "tokenizer.json": b"a tokenizer" * 1_000}
 
@@ -57,9 +58,8 @@ BIG = random.Random(3).randbytes(CHUNK_BYTES_MAX * 2 + 5)  # does not compress, 
 async def store(log: SqliteLog) -> AsyncIterator[ModelStore]:
     store = ModelStore(log)
     await store.start()
-    running = asyncio.create_task(store.run())
-    yield store
-    running.cancel()
+    async with background(store.run()):
+        yield store
     store.close()
 
 
@@ -257,11 +257,8 @@ async def beating(log: SqliteLog, **cards: str) -> AsyncIterator[None]:
                 await log.append([Draft(HEARTBEATS.name, GROUPS[group], encode(HEARTBEATS, one))])
             await asyncio.sleep(0)
 
-    task = asyncio.create_task(beat())
-    try:
+    async with background(beat()):
         yield
-    finally:
-        task.cancel()
 
 
 @pytest.fixture

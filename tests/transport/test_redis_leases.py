@@ -185,19 +185,16 @@ def test_deadlines_without_a_lease_are_swept(leases: RedisLeases, client: redis.
     assert client.zrange("test:leases:model", 0, -1) == [b"v"]
 
 
-def test_namespaces_are_separate(client: redis.Redis) -> None:
-    one, other = RedisLeases(client, "one"), RedisLeases(client, "other")
-    one.acquire(GROUP, "w", "t1", b"", LONG_MS)
-    other.acquire(GROUP, "w", "t2", b"", LONG_MS)
-    assert (tokens(one), tokens(other)) == ({"w": "t1"}, {"w": "t2"})
-
-
-def test_leases_of_ingresses_and_workers_are_separate(client: redis.Redis) -> None:
-    workers, ingresses = RedisLeases(client, "ns"), RedisLeases(client, "ns", "ingress")
+def test_stores_namespaces_and_kinds_of_holders_are_separate(client: redis.Redis) -> None:
+    workers, ingresses = RedisLeases(client, "one"), RedisLeases(client, "one", "ingress")
     ingresses.acquire(GROUP, "w", "t1", b"", LONG_MS)
     assert workers.groups() == [], "an ingress alone places no group"
     workers.acquire(GROUP, "w", "t2", b"", LONG_MS)
-    assert (tokens(workers), tokens(ingresses)) == ({"w": "t2"}, {"w": "t1"})
+    other, embedded = RedisLeases(client, "other"), embedded_leases()
+    other.acquire(GROUP, "w", "t3", b"", LONG_MS)
+    embedded.acquire(GROUP, "w", "t4", b"", LONG_MS)
+    held = [tokens(one)["w"] for one in (ingresses, workers, other, embedded, embedded_leases()) if tokens(one)]
+    assert held == ["t1", "t2", "t3", "t4"]
 
 
 def test_scripts_are_loaded_again_after_a_server_loses_them(leases: RedisLeases, client: redis.Redis) -> None:
@@ -223,12 +220,6 @@ def test_threads_can_renew_while_another_thread_polls(leases: RedisLeases) -> No
         polls = [tokens(leases) for _ in range(50)]
         assert all(done.result() for done in renewing)
     assert polls == [{name: name for name in names}] * 50
-
-
-def test_embedded_lease_stores_are_separate() -> None:
-    one, other = embedded_leases(), embedded_leases()
-    one.acquire(GROUP, "w", "t", b"", LONG_MS)
-    assert (tokens(one), tokens(other)) == ({"w": "t"}, {})
 
 
 @given(st.lists(st.tuples(st.text(max_size=4), st.text(max_size=4)), max_size=5))
