@@ -9,7 +9,7 @@ from forebay.simulate.outcome import summary
 from forebay.simulate.settings import engine_config, one_pool, policy
 from forebay.simulate.simulation import Simulation
 from tests.simulate.pressure_traces import PRESSURES, Pressure
-from tests.simulate.scene import Rows
+from tests.simulate.scene import played
 
 POLICIES = ("round-robin", "kv:eviction_weight=0", "kv")
 
@@ -17,7 +17,7 @@ POLICIES = ("round-robin", "kv:eviction_weight=0", "kv")
 def result(pressure: Pressure, name: str, seed: int) -> str:
     """Return reuse and mean TTFT in milliseconds of one policy."""
     fleet = one_pool(pressure.workers, engine_config(kv_blocks=pressure.kv_blocks), seed=seed)
-    outcome = Simulation(fleet, policy(name)).run(Rows(pressure.rows(seed), 1.0), lambda _: None)
+    outcome = Simulation(fleet, policy(name)).run(played(pressure.rows(seed), 1.0), lambda _: None)
     found = summary(outcome, pressure.workers)
     return f"{found['prefix_reuse']:.3f}, {found['ttft_ms']['mean']:.1f}"
 

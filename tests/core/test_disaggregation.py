@@ -7,6 +7,8 @@ import pytest
 
 from forebay.core.phases import Phase
 from forebay.core.restore import restore
+from forebay.core.routing.counterfactual import Counterfactual, counterfactual
+from forebay.core.routing.plan import Plan
 from forebay.core.routing.stages import as_decode_request, as_prefill_request
 from forebay.core.state.submitted_request import request_from_event
 from forebay.events.control import (
@@ -16,6 +18,7 @@ from forebay.events.control import (
     DisaggregationSet,
     PoolConfigured,
     QueueConfig,
+    RouterConfig,
 )
 from forebay.events.decisions import PrefillPlace, RequestHeld, RequestRejected
 from forebay.events.fleet import WorkerDraining
@@ -525,18 +528,6 @@ def test_a_request_waited_in_the_queue_once_and_its_first_stage_says_so() -> Non
     assert (then.stage, then.waited_us) == ("decode", 0)
 
 
-def test_kv_whose_lease_is_over_is_kept_by_nobody() -> None:
-    drive = Driver().disagg(["p"], ["d"])
-    first = drive.ask()
-    drive.lose("d")
-    drive.prefilled(first)
-    drive.wait(LEASE_US)
-    released, again = drive("fleet", joined("e", 1, role="decode"))
-    assert (released.reason, released.attempt, again.stage, again.attempt) == ("lease_over", 1, "prefill", 2)
-    (aborted,) = drive.cancel("r")
-    assert (aborted.worker_id, aborted.holder) == ("p", None)
-
-
 def test_a_policy_gets_the_prefill_attempt() -> None:
     drive = Driver().disagg(["p"], ["d", "e"])
     attempts: list[tuple[str, int]] = []
@@ -559,3 +550,25 @@ def test_disagg_the_pool_with_a_ready_worker_serves() -> None:
     drive("fleet", joined("d", 0, pool="apart", role="decode"))
     (routed,) = drive("requests", request("third", PROMPTS[0]))
     assert (routed.pool, routed.worker_id) == ("apart", "d")
+
+
+def test_history_agrees_with_itself_at_every_stage() -> None:
+    drive = Driver().disagg(("p", "q"), ("d", "e"), session_ttl_s=10.0)
+    found: list[tuple[str, Counterfactual, Counterfactual]] = []
+
+    def look(plan: Plan) -> None:
+        other = msgspec.structs.replace(plan.pool, router=RouterConfig(mode="round-robin", session_ttl_s=10.0))
+        ours, theirs = (counterfactual(drive.world, one, plan) for one in (plan.pool, other))
+        found.append((plan.stage, ours, theirs))
+
+    drive.world.on_plan = look
+    for number in range(4):
+        (first,) = drive("requests", request(f"r{number}", PROMPTS[0]))
+        (then,) = drive.prefilled(first)
+        _, again = drive.emit(TransferFailed, then, error="gone")
+        assert again.stage == "prefill"
+        drive.prefilled(again)
+    assert [stage for stage, _, _ in found].count("decode") == 8
+    assert all(ours.agrees for _, ours, _ in found)
+    assert not all(theirs.agrees for _, _, theirs in found)
+    assert all(theirs.choice is not None for _, _, theirs in found)

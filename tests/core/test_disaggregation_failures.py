@@ -6,10 +6,11 @@ import msgspec
 import pytest
 
 from forebay.core.phases import Phase
+from forebay.core.routing.counterfactual import Counterfactual, counterfactual
 from forebay.core.state.submitted_request import content_hash
-from forebay.events.control import DisaggConfig, DisaggregationSet, QueueConfig
+from forebay.events.control import DisaggConfig, DisaggregationSet, QueueConfig, RouterConfig
 from forebay.events.decisions import CommandTarget, KvReleased, PrefillPlace, RequestAborted, RequestHeld, RequestRouted
-from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerRecovered, WorkerSuspect
+from forebay.events.fleet import WorkerDraining, WorkerRecovered, WorkerSuspect
 from forebay.events.media import MEDIA_BYTES_MAX, MEDIA_MAX
 from forebay.events.progress import (
     EncodeFailed,
@@ -123,14 +124,6 @@ def test_an_enforced_prompt_waits_for_a_prefill_worker_until_its_deadline() -> N
     assert failed(drive, first) == []
 
 
-def test_another_policy_resumes_waiting_requests() -> None:
-    drive = Driver().disagg(["p"], ["d"], disagg=ENFORCED)
-    drive.ask()
-    drive.lose("p")
-    (routed,) = drive("control", DisaggregationSet(model="m", disagg=DisaggConfig()))
-    assert (routed.stage, routed.prefill.reason) == ("aggregated", "no_prefill_worker")
-
-
 def test_suspect_and_draining_prefill_workers_get_nothing_new() -> None:
     drive = Driver().disagg(["p", "q"], ["d"])
     drive.fact(WorkerSuspect, "p")
@@ -231,15 +224,6 @@ def test_a_lost_holder_during_transfer_is_reported_by_the_fetcher() -> None:
     assert phase(drive) is Phase.TRANSFER, "all of it may be there already"
     (aborted,) = drive.cancel("r")
     assert (aborted.worker_id, aborted.holder) == (then.worker_id, None), "nobody keeps it"
-
-
-def test_an_epoch_of_the_holder_ends_with_what_it_kept() -> None:
-    drive = Driver().disagg(["p"], ["d"])
-    (then,) = drive.prefilled(drive.ask())
-    drive.lose("p")
-    drive("fleet", prefiller("p"))
-    (aborted,) = drive.cancel("r")
-    assert (aborted.worker_id, aborted.holder) == (then.worker_id, None), "this p keeps nothing"
 
 
 def test_cancellation_reaches_worker_and_kv_holder() -> None:
@@ -349,54 +333,6 @@ def test_a_decode_worker_that_does_not_fetch_sets_free_what_is_kept(
     assert released.reason == reason
     assert drive.world.counts[f"kv_released_{reason}"] == 1
     assert not drive.emit(kind, then, **fields), "once"
-
-
-def test_kv_of_a_request_that_is_for_a_lost_worker_alone_is_given_back() -> None:
-    """Its holder stands in the record that ends it, or is told so beside that."""
-    for fetching in (False, True):
-        drive = Driver().disagg(["p"], ["d", "e"])
-        first = drive.ask(routing=RoutingHints(worker_id="d"))
-        if fetching:
-            (then,) = drive.prefilled(first)
-            assert then.worker_id == "d"
-        made = drive.lose("d")
-        assert [getattr(one, "reason", "") for one in made] == ["pinned_worker_lost"] + fetching * ["worker_lost"]
-        assert made[0].worker_id == ("" if fetching else "p"), "who computes it stops"
-        assert made[-1].holder == (target(first) if fetching else None)
-        assert not len(drive.world.requests)
-
-
-def test_a_pinned_request_that_waits_for_its_decode_worker_ends_with_it() -> None:
-    drive = Driver().disagg(["p"], ["d", "e"])
-    first = drive.ask(routing=RoutingHints(worker_id="d"))
-    fact: dict[str, Any] = {"owner_epoch": 0, "worker_id": "d", "worker_epoch": drive.epoch("d")}
-    drive("fleet", WorkerSuspect(**fact))
-    assert drive.prefilled(first) == [], "it may come back"
-    (aborted,) = drive("fleet", WorkerLost(**fact))
-    assert (aborted.reason, aborted.holder) == ("pinned_worker_lost", target(first))
-
-
-def test_kv_goes_with_the_worker_that_kept_it() -> None:
-    drive = Driver().disagg(["p", "q"], ["d"])
-    first = drive.ask()
-    drive.lose("d")
-    drive.prefilled(first)
-    drive.lose(first.worker_id)
-    assert drive.active().prefilled is None
-    (again,) = drive("fleet", joined("e", 1, role="decode"))
-    assert (again.stage, again.attempt) == ("prefill", 2)
-
-
-def test_a_lost_holder_gets_no_release() -> None:
-    for back in (False, True):
-        drive = Driver().disagg(["p", "q"], ["d"])
-        first = drive.ask()
-        (then,) = drive.prefilled(first)
-        drive.lose(first.worker_id)
-        if back:
-            drive("fleet", joined(first.worker_id, 7, pool="prefillers", role="prefill"))
-        (again,) = drive.emit(TransferFailed, then, error="gone")
-        assert (again.stage, again.attempt) == ("prefill", 2)
 
 
 # Requests with images: an encode worker first, then one that answers
@@ -522,17 +458,6 @@ def test_embeddings_go_with_the_worker_that_fetched_them() -> None:
     assert second.worker_id != main.worker_id
 
 
-def test_media_that_are_encoded_wait_for_a_worker() -> None:
-    drive = Driver().fleet("a").encoders("e")
-    first = drive.ask(media=(MEDIA,))
-    drive.lose("a")
-    assert drive.encoded(first) == []
-    assert phase(drive) is Phase.WAITING
-    (main,) = drive("fleet", joined("c"))
-    assert (main.stage, main.worker_id) == ("aggregated", "c")
-    assert drive.active().encoded == ENCODED
-
-
 def test_a_cancelled_request_is_taken_back_from_its_encoder() -> None:
     drive = staged("e")
     first = drive.ask(media=(MEDIA,))
@@ -600,3 +525,69 @@ def test_the_role_of_a_pool_is_part_of_the_state_and_the_usual_one_is_not() -> N
     before = drive.world.digest()
     drive.world.pools["default"] = msgspec.structs.replace(pool(), role="encode")
     assert drive.world.digest() != before
+
+
+def test_another_policy_resumes_waiting_requests() -> None:
+    drive = Driver().disagg(["p"], ["d"], disagg=ENFORCED)
+    drive.ask()
+    drive.lose("p")
+    (routed,) = drive("control", DisaggregationSet(model="m", disagg=DisaggConfig()))
+    assert (routed.stage, routed.prefill.reason) == ("aggregated", "no_prefill_worker")
+
+
+def test_an_epoch_of_the_holder_ends_with_what_it_kept() -> None:
+    drive = Driver().disagg(["p"], ["d"])
+    (then,) = drive.prefilled(drive.ask())
+    drive.lose("p")
+    drive("fleet", prefiller("p"))
+    (aborted,) = drive.cancel("r")
+    assert (aborted.worker_id, aborted.holder) == (then.worker_id, None), "this p keeps nothing"
+
+
+def test_kv_of_a_request_that_is_for_a_lost_worker_alone_is_given_back() -> None:
+    """Its holder stands in the record that ends it, or is told so beside that."""
+    for fetching in (False, True):
+        drive = Driver().disagg(["p"], ["d", "e"])
+        first = drive.ask(routing=RoutingHints(worker_id="d"))
+        if fetching:
+            (then,) = drive.prefilled(first)
+            assert then.worker_id == "d"
+        made = drive.lose("d")
+        assert [getattr(one, "reason", "") for one in made] == ["pinned_worker_lost"] + fetching * ["worker_lost"]
+        assert made[0].worker_id == ("" if fetching else "p"), "who computes it stops"
+        assert made[-1].holder == (target(first) if fetching else None)
+        assert not len(drive.world.requests)
+
+
+def test_kv_goes_with_the_worker_that_kept_it() -> None:
+    drive = Driver().disagg(["p", "q"], ["d"])
+    first = drive.ask()
+    drive.lose("d")
+    drive.prefilled(first)
+    drive.lose(first.worker_id)
+    assert drive.active().prefilled is None
+    (again,) = drive("fleet", joined("e", 1, role="decode"))
+    assert (again.stage, again.attempt) == ("prefill", 2)
+
+
+def test_a_lost_holder_gets_no_release() -> None:
+    for back in (False, True):
+        drive = Driver().disagg(["p", "q"], ["d"])
+        first = drive.ask()
+        (then,) = drive.prefilled(first)
+        drive.lose(first.worker_id)
+        if back:
+            drive("fleet", joined(first.worker_id, 7, pool="prefillers", role="prefill"))
+        (again,) = drive.emit(TransferFailed, then, error="gone")
+        assert (again.stage, again.attempt) == ("prefill", 2)
+
+
+def test_another_configuration_changes_no_encoder() -> None:
+    drive = staged("e", "f")
+    found: list[Counterfactual] = []
+    world = drive.world
+    world.on_plan = lambda plan: found.append(
+        counterfactual(world, msgspec.structs.replace(plan.pool, router=RouterConfig(mode="direct")), plan)
+    )
+    drive.encoded(drive.ask(media=(MEDIA,)))
+    assert [(one.agrees, one.refusal is None) for one in found] == [(True, True), (False, False)]

@@ -29,7 +29,6 @@ from tests.core.engine_runs import (
     answers,
     config,
     engine,
-    fetch_all,
     finished,
     hashes,
     prompts,
@@ -98,23 +97,6 @@ def test_only_blocks_after_the_cached_ones_are_loaded_and_never_the_last_token()
     model.submit(request("again", PROMPT[:13], 1))
     assert finished(run(model))[0].cached_tokens == 12
     assert [name for name, _ in tier.asked] == ["before", "a"]
-
-
-def test_others_run_and_are_admitted_while_a_prompt_is_loaded() -> None:
-    tier = Tier(PROMPT)
-    model = engine(request("running", [1] * 5, 9), match=tier.match, max_num_batched_tokens=64)
-    steps = [step] if (step := model.step()) else []
-    model.submit(request("a", PROMPT, 1))
-    model.submit(request("b", [3] * 5, 2))
-    steps += [step for _ in range(3) if (step := model.step())]
-    assert model.loads() == [Load("a", 1, 0, 4)]
-    assert [first.request_id for step in steps for first in step.first_tokens] == ["running", "b"]
-    model.submit(request("c", [4] * 5, 1))
-    assert model.loaded("a", 4)
-    steps += run(model)
-    # "a" was submitted before "c".
-    assert [first.request_id for step in steps for first in step.first_tokens] == ["running", "b", "a", "c"]
-    assert replay_cache(steps) == model.pool.content()
 
 
 def test_loads_that_end_in_another_order_keep_their_places_in_the_queue() -> None:
@@ -323,61 +305,6 @@ def test_admission_order_is_independent_of_the_stage() -> None:
     step = model.step()
     assert step is not None
     assert [first.request_id for first in step.first_tokens] == ["b"]
-
-
-def test_cancelled_while_it_is_fetched_or_was_it_frees_its_blocks() -> None:
-    model = engine(request("first", [1] * 5, 5), request("a", list(range(10)), 3, stage="decode"))
-    model.step()
-    assert model.cancel("a")  # it has its blocks, and no fetch was requested
-    assert model.fetches() == []
-    model.submit(request("b", list(range(10)), 3, stage="decode"))
-    model.submit(request("c", list(range(50, 60)), 3, stage="decode"))
-    assert [fetch.request_id for fetch in model.fetches()] == ["b", "c"]
-    assert model.cancel("b")
-    assert not model.fetched("b")
-    assert model.fetched("c")
-    assert model.cancel("c")
-    assert [model.cancel("first"), model.pool.used] == [True, 0]
-    # What was stored when it came is reported, although no sequence runs.
-    step = model.step()
-    assert step is not None
-    assert (step.duration_us, step.iterations) == (0, 0)
-    assert replay_cache([step]) == set(hashes(list(range(50, 60)))) <= model.pool.content()
-    assert model.step() is None
-
-
-def test_who_is_preempted_for_what_is_fetched_goes_on_when_that_has_gone() -> None:
-    model = engine(request("decoding", [1, 2, 3], 20), kv_blocks_total=6, max_num_batched_tokens=8)
-    steps = [step] if (step := model.step()) else []
-    model.submit(request("a", list(range(16)), 1, stage="decode"))
-    model.submit(request("b", [5] * 8, 1, stage="decode"))
-    assert [fetch.request_id for fetch in model.fetches()] == ["a"]
-    steps += run(model)
-    assert (model.load().running, model.load().waiting) == (0, 3)
-    assert model.fetches() == []
-    assert model.cancel("a")
-    steps += fetch_all(model)
-    assert answers(steps)["decoding"] == generate_tokens(7, 0, 20, VOCABULARY)
-    assert sorted(end.request_id for end in finished(steps)) == ["b", "decoding"]
-
-
-def test_a_cleared_cache_keeps_nothing_for_others_and_computes_what_was_to_be_fetched() -> None:
-    model = engine(request("kept", list(range(10)), 1, stage="prefill"), max_num_seqs=2)
-    run(model)
-    names = ("running", "came", "fetched", "waiting")
-    for name in names:
-        model.submit(request(name, [ord(name[0])] * 6, 4, stage="aggregated" if name == "running" else "decode"))
-    model.step()
-    assert [fetch.request_id for fetch in model.fetches()] == ["came", "fetched", "waiting"]
-    assert model.fetched("came")
-    model.clear_cache()
-    assert (model.pool.content(), model.pool.used) == (frozenset(), 0)
-    assert not model.release("kept")
-    assert not model.fetched("fetched")
-    assert model.fetches() == []
-    steps = run(model)
-    assert {end.request_id: end.cached_tokens for end in finished(steps)} == dict.fromkeys(names, 0)
-    assert replay_cache(steps) == model.pool.content()
 
 
 def test_reset_forgets_what_is_kept_fetched_and_loaded() -> None:
@@ -611,3 +538,43 @@ def test_iterations_made_at_once_until_a_load_ends_are_the_same_as_single_ones(
         assert len(ends) == len(requests)
         histories.append(ends)
     assert histories[0] == histories[1]
+
+
+def test_cancelled_while_it_is_fetched_or_was_it_frees_its_blocks() -> None:
+    model = engine(request("first", [1] * 5, 5), request("a", list(range(10)), 3, stage="decode"))
+    model.step()
+    assert model.cancel("a")  # it has its blocks, and no fetch was requested
+    assert model.fetches() == []
+    model.submit(request("b", list(range(10)), 3, stage="decode"))
+    model.submit(request("c", list(range(50, 60)), 3, stage="decode"))
+    assert [fetch.request_id for fetch in model.fetches()] == ["b", "c"]
+    assert model.cancel("b")
+    assert not model.fetched("b")
+    assert model.fetched("c")
+    assert model.cancel("c")
+    assert [model.cancel("first"), model.pool.used] == [True, 0]
+    # What was stored when it came is reported, although no sequence runs.
+    step = model.step()
+    assert step is not None
+    assert (step.duration_us, step.iterations) == (0, 0)
+    assert replay_cache([step]) == set(hashes(list(range(50, 60)))) <= model.pool.content()
+    assert model.step() is None
+
+
+def test_a_cleared_cache_computes_what_was_being_loaded() -> None:
+    tier = Tier(PROMPT, [9] * 12)
+    model = EngineModel(config(max_num_seqs=2), tier.match)
+    model.submit(request("a", PROMPT, 3))
+    model.submit(request("b", [9] * 12, 3, stage="decode"))
+    assert [load.request_id for load in loading(model)] == ["a", "b"]
+    model.clear_cache()
+    assert (model.pool.content(), model.pool.used, model.load().waiting) == (frozenset(), 0, 2)
+    assert not model.loaded("a", 4)
+    step = model.step()
+    assert step is not None
+    assert model.loads() == []
+    assert model.fetches() == [Fetch("b", 1, 0, 3)]
+    assert model.fetched("b")
+    steps = [step, *run(model)]
+    assert {end.request_id: end.cached_tokens for end in finished(steps)} == {"a": 0, "b": 11}
+    assert replay_cache(steps) == model.pool.content()

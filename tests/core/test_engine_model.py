@@ -68,19 +68,6 @@ def test_given_output_tokens_precede_sampled_ones(output: int) -> None:
     assert finished(run(model))[0].cached_tokens == 16
 
 
-def test_decoding_takes_as_long_as_its_contexts_are_whoever_shares_or_prefills() -> None:
-    model = engine(request("a", [1, 2, 3, 4, 5], 9), max_num_batched_tokens=8)
-    first = model.step()
-    assert first is not None
-    model.submit(request("b", [1, 2, 3, 4, 6], 3))
-    shared = [model.step(), model.step()]
-    assert [step.duration_us for step in shared if step] == [prefill_us(1) + decode_us(2, 32), decode_us(2 + 2, 32)]
-    model.submit(request("c", list(range(50, 66)), 1))
-    mixed = model.step()
-    assert mixed is not None
-    assert mixed.duration_us == prefill_us(6) + decode_us(2 + 2, 32)
-
-
 def test_a_timing_gets_the_work_of_a_step() -> None:
     timing = RecordingTiming()
     model = engine(request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 3), max_num_batched_tokens=8, timing=timing)
@@ -547,3 +534,15 @@ def test_a_step_reads_the_experts_that_its_tokens_go_to(tokens: int, experts: in
 def test_invalid_rooflines_are_rejected(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         changed(DENSE, **changes)
+
+
+def test_cancel_frees_the_blocks_wherever_the_request_is() -> None:
+    model = EngineModel(config(max_num_seqs=2, max_num_batched_tokens=8))
+    for name, size in (("decoding", 2), ("prefilling", 20), ("waiting", 3)):
+        model.submit(request(name, [ord(name[0])] * size, 9))
+    model.step()
+    assert model.load().running == 2
+    assert [model.cancel(name) for name in ("waiting", "prefilling", "decoding")] == [True] * 3
+    assert not model.cancel("decoding")
+    assert model.pool.used == 0
+    assert model.step() is None

@@ -618,3 +618,40 @@ def test_blocks_evicted_by_one_of_two_holders_stay_one_run() -> None:
     for block in range(30, 10, -1):
         sets.remove(1, [block])
     assert runs_of(sets) == [list(range(1, 11)), list(range(11, 31))]
+
+
+def test_many_clears_and_losses_are_swept_and_forgotten() -> None:
+    naive = Naive()
+    for name in WORKERS:
+        naive.join(name)
+    for number in range(RETIRED_BITS_MAX * 3):
+        for worker in WORKERS:
+            naive.cache("store", worker, "device", list(range(1, 10)), None)
+        worker = WORKERS[number % 4]
+        if number % 2:
+            naive.cache("clear", worker, "device", [], None)
+        else:
+            naive.join(worker)
+        assert naive.index.overlaps(range(1, 12)) == naive.overlaps(list(range(1, 12)))
+
+
+def test_holders_that_leave_a_prompt_at_different_depths_are_told_apart() -> None:
+    index = PrefixIndex()
+    for worker, depth in (("a", 9), ("b", 5), ("c", 5), ("d", 2), ("e", 0)):
+        index.add_holder(worker, 0, 5)
+        hashes = pack_u64(range(1, depth + 1))
+        index.apply(BlocksStored(worker_id=worker, worker_epoch=5, seq=1, sequence_hashes=hashes))
+    depths = {("a", 0): Overlap(9), ("b", 0): Overlap(5), ("c", 0): Overlap(5), ("d", 0): Overlap(2)}
+    assert index.overlaps(range(1, 20)) == depths
+
+
+def test_several_stores_make_room_if_one_is_not_enough() -> None:
+    index = PrefixIndex()
+    index.stores = StoreSets(blocks_max=6)
+    index.use_store("a", "s")
+    for name, blocks in (("b", [1]), ("c", [2]), ("s", [1, 2, 3, 4])):
+        index.apply_store(added(name, blocks))
+    index.apply_store(added("s", [5, 6, 7]))
+    assert index.stores.sizes() == {"c": 1, "s": 7}
+    index.apply_store(added("s", [8]))
+    assert index.stores.sizes() == {"s": 7, "c": 1}, "dropping the other store would not make room either"

@@ -522,3 +522,13 @@ def test_a_prefix_that_others_left_at_many_places_is_one_stretch_again() -> None
     assert load.count_nodes() == 1
     load.free("hot")
     assert load.count_nodes() == 0
+
+
+def test_a_class_that_can_pay_earns_nothing_more() -> None:
+    blocked = [held(at, policy_class="batch") for at in (1, 2)]
+    queues = queue(held(0), *blocked)
+    assert drained(queues, lambda one: one.offset < 2) == [0, 1]
+    queues.push("p", held(3))
+    assert queues.serve("p", lambda one: one.offset == 3) == held(3)
+    assert deficits(queues) == [0, 20, 0]
+    assert queues.serve("p", anyone) == blocked[1]

@@ -18,8 +18,7 @@ from pathlib import Path
 from forebay.transport.base import Draft, Record
 from forebay.transport.sqlite.log import SqliteLog
 from tests.faults.plan import DEPTHS, KINDS, depth_of, draw_plan, read_plan
-from tests.faults.search import Tally, results_of
-from tests.faults.shrinking import shrink
+from tests.faults.search import Tally, results_of, shrink
 from tests.faults.simulation import Result, simulate
 
 FOLDER = Path(".fuzz")

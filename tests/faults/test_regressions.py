@@ -17,11 +17,21 @@ from tests.depth import sampled
 from tests.faults.coordinator import PARTITION
 from tests.faults.effects import Violation
 from tests.faults.loop import VirtualLoop
-from tests.faults.plan import KAFKA_KINDS, KINDS, Fault, Plan, calm_plan, draw_plan, read_plan, steady_requests
+from tests.faults.plan import (
+    KAFKA_KINDS,
+    KINDS,
+    Depth,
+    Fault,
+    Plan,
+    PlannedRequest,
+    calm_plan,
+    draw_plan,
+    read_plan,
+    steady_requests,
+)
 from tests.faults.process import Process
 from tests.faults.rules import OTHER_RULES, OWN_RULES
-from tests.faults.search import simulate_seed
-from tests.faults.shrinking import kind_of, shrink
+from tests.faults.search import kind_of, shrink, simulate_seed
 from tests.faults.simulation import Result, simulate
 
 SEEDS = range(24)
@@ -146,7 +156,7 @@ def test_a_failing_plan_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
         lost = any(fault.kind == "kill" and fault.target == "w1" for fault in plan.faults)
         return Result(plan, violation=f"{len(plan.requests)} requests are lost" if lost and plan.requests else "")
 
-    monkeypatch.setattr("tests.faults.shrinking.simulate", is_lost)
+    monkeypatch.setattr("tests.faults.search.simulate", is_lost)
     faults = tuple(Fault(number, "kill", f"w{number % 3}") for number in range(12))
     small = shrink(is_lost(calm_plan(faults=faults)), SHRINK_S).plan
     assert [fault.target for fault in small.faults] == ["w1"]
@@ -156,3 +166,44 @@ def test_a_failing_plan_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_violations_of_one_kind_are_recognised() -> None:
     assert kind_of("q1: the client received [1, 2]") == kind_of("q27: the client received [3]")
     assert kind_of(str(Violation("q1 was accepted"))) != kind_of("q1 ended twice")
+
+
+# Takeovers while the Kafka API is in use
+
+
+KILLED_MS = 4_000
+DOWN_MS = 60_000  # the killed process does not come back before the end of the faults
+CALLS = range(1, 41)  # more than any of these takeovers makes; asserted below
+WARM_MS = 2_000
+
+
+def takeover(call: int, victim: str, heir: str, depth: Depth, requests: tuple[PlannedRequest, ...]) -> Result:
+    """Kill `victim`, and let the call with this number fail that `heir` makes from then on."""
+    faults = (Fault(KILLED_MS, "kill", victim, DOWN_MS), Fault(KILLED_MS, "call_failed", heir, amount=call))
+    plan: Plan = calm_plan(faults=faults, requests=requests, ingresses=2, depth=depth)
+    return simulate(plan)
+
+
+def over_http(count: int) -> tuple[PlannedRequest, ...]:
+    times = (WARM_MS + 200 * number for number in range(count))
+    return tuple(PlannedRequest(at_ms, f"q{at_ms}", "i0", 0, 16, 4, 40, 15_000) for at_ms in times)
+
+
+def over_kafka(count: int) -> tuple[PlannedRequest, ...]:
+    times = (WARM_MS + 200 * number for number in range(count))
+    return tuple(PlannedRequest(at_ms, f"k{at_ms}", "i0", 0, 16, 4, 40, 15_000, on_kafka=True) for at_ms in times)
+
+
+@pytest.mark.parametrize("depth", ["log", "kafka"])
+@pytest.mark.parametrize("call", sampled(CALLS, 3))
+def test_a_router_takes_over_although_a_call_fails(call: int, depth: Depth) -> None:
+    for victim, heir in (("r0", "r1"), ("r1", "r0")):
+        result = takeover(call, victim, heir, depth, over_http(20))
+        assert (result.violation, result.failed, result.outcomes) == ("", [], {"finished length": 20})
+
+
+@pytest.mark.parametrize("call", sampled(CALLS, 5))
+def test_an_ingress_takes_a_partition_over_although_a_call_fails(call: int) -> None:
+    for victim, heir in (("i0", "i1"), ("i1", "i0")):
+        result = takeover(call, victim, heir, "kafka", over_kafka(20))
+        assert (result.violation, result.failed, result.outcomes) == ("", [], {"answered 200": 20})

@@ -50,11 +50,13 @@ CUSTOM = {f"{__name__}.LeastUsed": LeastUsed}
 
 
 class Turns:
-    name = "turns"
-    block_tokens = 64
+    """Workload of given turns."""
 
-    def __init__(self, *turns: Turn) -> None:
+    name = "turns"
+
+    def __init__(self, *turns: Turn, block_tokens: int = 64) -> None:
         self._turns = turns
+        self.block_tokens = block_tokens
 
     def survey(self) -> Survey:
         return Survey(requests=len(self._turns))
@@ -126,20 +128,9 @@ def turn_of(row: MooncakeRow, number: int, speed: float = 1.0) -> Turn:
     )
 
 
-class Rows:
-    name = "rows"
-    block_tokens = BLOCK_TOKENS
-
-    def __init__(self, rows: Sequence[MooncakeRow], speed: float = 1.0) -> None:
-        self._rows = rows
-        self._speed = speed
-
-    def survey(self) -> Survey:
-        return Survey(requests=len(self._rows))
-
-    def turns(self) -> Iterator[Turn]:
-        for number, row in enumerate(self._rows):
-            yield turn_of(row, number, self._speed)
+def played(rows: Sequence[MooncakeRow], speed: float = 1.0) -> Turns:
+    """Return the rows of a trace as a workload."""
+    return Turns(*(turn_of(row, number, speed) for number, row in enumerate(rows)), block_tokens=BLOCK_TOKENS)
 
 
 def write(path: Path, rows: list[MooncakeRow]) -> Path:

@@ -379,22 +379,6 @@ def test_a_fetch_from_a_worker_that_dies_while_sending_times_out() -> None:
     assert (one.transferred_bytes, one.transfer_us) == (BYTES, 300 + TRANSFER_US)
 
 
-def test_fetch_from_a_dead_worker_times_out() -> None:
-    ways = Delays(work=Delay(fixed_us=S))
-    life = dies("mock-0", S + PREFILL_US + 1, back_us=0, lease_ttl_s=60.0)
-    [one] = served(split(1, 1, life, transfer=TRANSFER, delays=ways), turn(0, PROMPT))
-    # The worker rejoins with a new epoch before the decode worker fetches.
-    assert (one.failure, one.attempts, one.prefiller) == ("", 2, 0)
-    assert one.prefilled_us == 2 * S + PREFILL_US + FETCH_US_MAX + S + PREFILL_US
-
-
-def test_prompt_is_prefilled_again_if_its_decode_worker_dies_while_fetching() -> None:
-    life = dies("mock-1", PREFILL_US + 300 + TRANSFER_US // 2)
-    [one] = served(split(1, 2, life, transfer=TRANSFER), turn(0, PROMPT, 2))
-    assert (one.failure, one.attempts, one.prefiller, one.worker) == ("", 2, 0, 2)
-    assert one.prefilled_us == PREFILL_US + 300 + TRANSFER_US // 2 + S + prefill_us(64)  # the other blocks are cached
-
-
 def test_kv_for_a_dead_decode_worker_is_released_at_once() -> None:
     life = dies("mock-2", PREFILL_US + 300 + TRANSFER_US // 2)
     simulation = Simulation(split(2, 2, life, transfer=TRANSFER), policy("round-robin"))

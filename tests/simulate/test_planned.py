@@ -24,7 +24,7 @@ from forebay.simulate.simulation import Simulation
 from forebay.simulate.workload import Turn
 from tests.depth import examples
 from tests.simulate.pressure_traces import PRESSURES, Pressure
-from tests.simulate.scene import INTERVAL_S, Rows, S, comparable, fleet, planning, run, split, turn, wave
+from tests.simulate.scene import INTERVAL_S, S, comparable, fleet, planning, played, run, split, turn, wave
 
 SLOW = {"max_num_batched_tokens": 512, "max_num_seqs": 8}
 
@@ -176,7 +176,7 @@ IN_TURN = 1.2  # round-robin returns every session to its worker from the first 
 def measured(pressure: Pressure, name: str) -> tuple[float, float]:
     """Return prefix reuse and mean TTFT in milliseconds."""
     fleet = one_pool(pressure.workers, engine_config(kv_blocks=pressure.kv_blocks))
-    outcome = Simulation(fleet, policy(name)).run(Rows(pressure.rows(seed=2), 1.0), lambda _: None)
+    outcome = Simulation(fleet, policy(name)).run(played(pressure.rows(seed=2), 1.0), lambda _: None)
     found = summary(outcome, pressure.workers)
     return found["prefix_reuse"], found["ttft_ms"]["mean"]
 
@@ -203,7 +203,7 @@ def test_sessions_leave_a_worker_whose_cache_is_too_small(pressure: Pressure) ->
 
 def test_a_workload_that_fits_one_worker_is_routed_as_without_evictions() -> None:
     pressure = Pressure(sessions=4, turns=12, gap_ms=500)
-    rows = Rows(pressure.rows(seed=2), 1.0)
+    rows = played(pressure.rows(seed=2), 1.0)
     fleet = one_pool(4, engine_config(kv_blocks=pressure.kv_blocks))
     runs = [Simulation(fleet, policy(name)).run(rows, lambda _: None) for name in ("kv", "kv:eviction_weight=0")]
     assert [one.worker for one in runs[0].requests] == [one.worker for one in runs[1].requests]

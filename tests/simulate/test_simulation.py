@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.routing.policies import BUILT_IN
 from forebay.engine_model.model import EngineLoad, EngineModel
 from forebay.engine_model.timing import decode_us, prefill_us
 from forebay.events.control import QueueClass, QueueConfig, RouterConfig
@@ -33,14 +32,14 @@ from forebay.simulate.timeline import BINS_MAX, FIRST_BIN_US, Recorder
 from forebay.simulate.workload import Survey, Turn, WorkloadUnusable
 from forebay.simulate.workloads.rows import MooncakeRow
 from tests.core.worlds import spec
-from tests.simulate.scene import CUSTOM, Rows, conversations, fleet, run, served, turn
+from tests.simulate.scene import CUSTOM, conversations, fleet, played, run, served, turn
 
 
 def simulated(
     trace: list[MooncakeRow], policy_name: str = "kv", workers: int = 3, speed: float = 1.0, seed: int = 0, **sizes: Any
 ) -> SimulationOutcome:
     chosen = one_pool(workers, engine_config(**sizes), seed=seed)
-    return Simulation(chosen, policy(policy_name), CUSTOM).run(Rows(trace, speed), lambda _: None)
+    return Simulation(chosen, policy(policy_name), CUSTOM).run(played(trace, speed), lambda _: None)
 
 
 def metrics(trace: list[MooncakeRow], policy_name: str = "kv", **settings: Any) -> dict[str, Any]:
@@ -59,7 +58,7 @@ def test_a_queue_of_oversized_requests_drains() -> None:
     trace = [MooncakeRow(0, 512, 1, [0]), *(MooncakeRow(1, 64 * 16 + 1, 1, [at, at, at]) for at in range(number))]
     queue = QueueConfig(threshold=0.01, classes=(QueueClass(requests_per_worker_max=number),))
     simulation = Simulation(one_pool(1, engine_config(kv_blocks=16)), RouterConfig(queue=queue))
-    outcome = simulation.run(Rows(trace), lambda _: None)
+    outcome = simulation.run(played(trace), lambda _: None)
     assert [bool(served.failure) for served in outcome.requests] == [False] + [True] * number
 
 
@@ -123,24 +122,6 @@ def test_settings_of_a_policy_change_its_decisions() -> None:
     assert len(set(digests)) == 3
     weighted = policy("kv:temperature=0.5,track_output_blocks=true")
     assert (weighted.mode, weighted.temperature, weighted.track_output_blocks) == ("kv", 0.5, True)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *sorted(set(BUILT_IN) - {"direct"}),
-        "tests.simulate.scene.LeastUsed",
-        "kv:queue.threshold=0.5,queue.policy=wspt",
-        "kv:session_ttl_s=5,predicted_ttl_s=1,track_output_blocks=true",
-        "least-loaded:use_kv_events=false,ttl_s=1",
-    ],
-)
-def test_every_policy_is_deterministic(name: str) -> None:
-    trace = conversations(sessions=6, turns=4, every_ms=20)
-    once, again = simulated(trace, name), simulated(trace, name)
-    assert (list(once.requests), once.digest) == (list(again.requests), again.digest)
-    assert [served.failure for served in once.requests] == [""] * len(trace)
-    assert len({served.worker for served in once.requests}) == 3
 
 
 def test_queued_request_is_dispatched_when_a_prefill_ends() -> None:

@@ -183,26 +183,6 @@ def test_a_parent_waits_for_its_parallel_sub_agent(tmp_path: Path) -> None:
     assert all(turn.at_us == 0 for turn in found)
 
 
-def test_a_missing_duration_is_estimated_from_the_time_per_token(tmp_path: Path) -> None:
-    untimed = agent_request(10, [1], out=20)
-    del untimed["api_time"]
-    found = requests(write(tmp_path / "weka.json", agent_run(agent_request(0, [1]), untimed, agent_request(20, [1]))))
-    assert [turn.delay_us / 1e6 for turn in found] == [0, 8, 6]  # 0.2 s per token
-
-
-def test_ids_of_different_files_are_different(tmp_path: Path) -> None:
-    for name in ("a.json", "b.json", "c.json"):
-        write(tmp_path / name, agent_run(agent_request(0, [1, 2]), agent_request(5, [1, 2, 3])), indent=1)
-    files = sorted(tmp_path.iterdir())
-    found = requests(*files, spacing_s=2.5)
-    assert [turn.after for turn in found] == [(), (0,), (), (2,), (), (4,)]
-    assert [turn.at_us for turn in found] == [0, 0, 2_500_000, 0, 5_000_000, 0]
-    ids = [set(turn.block_ids) for turn in found]
-    assert len(ids[0] & ids[1]) == len(ids[2] & ids[3]) == len(ids[4] & ids[5]) == 2
-    assert not (ids[0] | ids[1]) & (ids[2] | ids[3])
-    assert {turn.at_us for turn in requests(*files)} == {0}
-
-
 def call(at_us: int, text: str, answer: str = "done", session: str = "s") -> dict[str, Any]:
     return {"timestamp": at_us, "input": text, "output": answer, "session_id": session}
 
@@ -229,16 +209,6 @@ def test_calls_are_played_in_time_order_after_the_previous_response(tmp_path: Pa
     assert ids[1][:2] == ids[2][:2]
     assert len({*ids[0], *ids[1], *ids[2]}) == 7
     assert [turn.at_us for turn in requests(*files, spacing_s=3)] == [0, 3_000_000, 5_000_000]
-
-
-def test_a_file_can_hold_several_sessions(tmp_path: Path) -> None:
-    calls = [call(5, "b", session="two"), call(9, "b", session="one"), call(0, "a", session="one")]
-    found = requests(write_calls(tmp_path / "all.jsonl", *calls))
-    assert [(turn.at_us, turn.after, turn.session_id) for turn in found] == [
-        (0, (), "all/one"),
-        (9, (0,), "all/one"),
-        (5, (), "all/two"),
-    ]
 
 
 def test_the_output_is_a_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

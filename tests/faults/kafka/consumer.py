@@ -27,7 +27,7 @@ from aiokafka.structs import ConsumerRecord, OffsetAndMetadata, TopicPartition
 
 from tests.faults.broker import FETCH_MAX
 from tests.faults.kafka.client import FakeClient
-from tests.faults.kafka.membership import Membership
+from tests.faults.kafka.coordinator import Membership
 from tests.faults.kafka.server import Fetch, place_of
 from tests.faults.process import Process
 
