@@ -35,7 +35,6 @@ SPEEDUP = 100_000.0
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Yield to other tasks until the condition holds."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - records set no event
             await asyncio.sleep(0.001)

@@ -14,7 +14,7 @@ from forebay.engine_model.timing import LinearTiming
 from forebay.events.scaling import DecodePoint, PlannerSettings, PoolScaling, PrefillPoint
 from forebay.planner.actuators.processes import KILL_AFTER_S, ProcessPool
 from tests.cli.in_process import error_of, forebay
-from tests.harness.kubernetes_stub import KubernetesStub
+from tests.harness.stub_servers import KubernetesStub
 
 PREFILL: list[dict[str, float]] = [
     {"isl": 100, "ttft_ms": 20, "tokens_per_s": 5000},

@@ -24,8 +24,8 @@ from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.in_process import error_of, forebay
 from tests.cli.up import ADMIN_TOKEN, Up, running
 from tests.harness import fork_server
-from tests.harness.hub_stub import COMMIT, RESTRICTED, HubStub, hub_stub
 from tests.harness.local import free_ports
+from tests.harness.stub_servers import COMMIT, RESTRICTED, HubStub, hub_stub
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -45,7 +45,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of the tiny Llama."""
     from tests.harness.models import make_tiny_model  # noqa: PLC0415 - imports torch
 
     directory = tmp_path_factory.mktemp("model") / "tiny"
@@ -55,7 +54,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a LoRA for the tiny Llama."""
     from tests.harness.models import make_tiny_model  # noqa: PLC0415 - imports torch
 
     directory = tmp_path_factory.mktemp("lora") / "tiny-lora"

@@ -69,7 +69,6 @@ class Driven:
         self._news = asyncio.Event()
 
     def publish(self, batch: EngineBatch) -> None:
-        """Apply a batch as a worker would."""
         self.batches.append(batch)
         held = self.held[batch.rank]
         for change in batch.cache_changes:
@@ -112,7 +111,6 @@ class Driven:
         self._news.set()
 
     async def until(self, generated: Callable[[], Any]) -> None:
-        """Wait for something that batches bring."""
         async with asyncio.timeout(DEADLINE_S):
             while not generated():
                 if self.ended is not None:
@@ -171,7 +169,6 @@ class Driven:
         return answer
 
     async def ask(self, prompt: Sequence[int], max_tokens: int = 8, **options: Any) -> Answer:
-        """Submit a request and return its complete response."""
         answer = self.submit(self.item(prompt, max_tokens, **options))
         await self.until(lambda: answer.over)
         return answer
@@ -189,7 +186,6 @@ class Driven:
         return sum(sample.value for family in registry.collect() for sample in family.samples if sample.name == name)
 
     def blocks(self, prompt: Sequence[int], **options: Any) -> set[int]:
-        """Our names of a prompt's full blocks."""
         return set(unpack_u64(self.item(prompt, **options).sequence_hashes))
 
 

@@ -144,11 +144,9 @@ class Serving:
         return {one["worker_id"]: one["device_overlap"] for one in reported["candidates"]}
 
     async def request(self, method: str, path: str, **body: Any) -> httpx.Response:
-        """Send another request to the ingress."""
         return await self._client.request(method, f"{self.url}{path}", json=body or None)
 
     async def generated(self, answer: Answer, group: str = MODEL) -> ResponseState:
-        """Return a response from the log."""
         reply, name = ResponseState(), answer.served["request_id"]
         for slot in range(PLAN.replies):
             position, end = 0, await self._log.end(TOKENS.name, slot)

@@ -84,7 +84,6 @@ class VllmServer:
 
     @property
     def url(self) -> str:
-        """Base address of the API."""
         return f"http://{HOST}:{self.first_port}"
 
     @property

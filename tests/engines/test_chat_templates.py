@@ -153,7 +153,6 @@ class Oracle:
         return prompt
 
     def check(self, name: str, body: dict[str, Any]) -> None:
-        """Compare the prompts of a request."""
         day = datetime.now().date()  # noqa: DTZ005 - templates contain the local date
         ours, source = self.ours(name, body), self.sources[name]
         outputs = (self.theirs(name, messages, body) for messages in forms(body["messages"], source))

@@ -28,8 +28,7 @@ from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
 from forebay.events.topics import FLEET, KV_EVENTS
 from forebay.ingress.model import Model
 from tests.engines.oracle import Transformers
-from tests.engines.serving import BLOCK, BLOCKS, LORA_RANK_MAX, MODEL, Answer, Serving, vllm_cluster
-from tests.harness.models import make_tiny_model
+from tests.engines.serving import BLOCK, BLOCKS, MODEL, Answer, Serving, vllm_cluster
 from tests.harness.processes import still_running
 from tests.integration.conftest import RUN
 
@@ -152,15 +151,6 @@ async def test_a_lora_is_loaded_used_and_unloaded_over_http(
     await serving.cluster.until("it is no model any more", lambda: models(serving), lambda names: LORA not in names)
     gone = await serving.complete(prompt, TOKENS, model=LORA)
     assert gone.status == httpx.codes.NOT_FOUND
-
-
-async def test_incompatible_lora_is_refused_with_a_reason(serving: Serving, tmp_path: Path) -> None:
-    make_tiny_model.write_lora(tmp_path / "wide", rank=2 * LORA_RANK_MAX)
-    refused = await serving.request("POST", "/v1/loras", lora_name="wide", lora_path=str(tmp_path / "wide"))
-    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "command_refused")
-    assert outcomes(refused) == dict.fromkeys(WORKERS, ("refused", []))
-    assert f"rank {2 * LORA_RANK_MAX}" in refused.json()["error"]["message"]
-    assert "wide" not in await models(serving)
 
 
 async def test_a_cleared_cache_is_an_event_and_leaves_the_index(serving: Serving, oracle: Transformers) -> None:
@@ -311,5 +301,4 @@ def digest_of(blocks: set[int]) -> int:
 
 
 def common(left: list[int], right: list[int]) -> int:
-    """How many tokens two prompts begin with alike."""
     return next(at for at, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1])

@@ -128,7 +128,6 @@ async def reported(vllm: Driven, names: Sequence[int]) -> None:
 
 @pytest.fixture(scope="module")
 def without_torchvision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Here and in the processes that vLLM starts."""
     with pytest.MonkeyPatch.context() as patch:
         if importlib.util.find_spec("torchvision") is None:
             directory = tmp_path_factory.mktemp("unused")

@@ -71,7 +71,6 @@ class Pair:
         return await self.decoded(prompt, await self.prefilled(prompt, **options), tokens, **options)
 
     async def wait_freed(self) -> None:
-        """The prefill engine keeps nothing any more."""
         await self.prefill.until(lambda: load(self.prefill).kv_blocks_used == 0)
 
     async def serves(self) -> None:

@@ -48,7 +48,6 @@ def spec(worker_id: str) -> Any:
 
 
 def loaded(answers: list[Answer]) -> dict[str, int]:
-    """Return the loaded tokens by tier."""
     found: dict[str, int] = {}
     for part in (part for answer in answers for part in answer.onboarded):
         found[part.tier] = found.get(part.tier, 0) + part.tokens
@@ -215,7 +214,6 @@ async def test_working_set_survives_a_kill_and_reaches_a_second_worker(
 
 
 def break_files(paths: Iterable[Path]) -> None:
-    """Flip a bit in each file."""
     for path in list(paths):
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1

@@ -54,7 +54,6 @@ class StoppableBroker:
         stop(self.broker.data)
 
     def end(self) -> None:
-        """Stop the restarted brokers."""
         for process in self._restarted:
             process.kill()
             process.wait()

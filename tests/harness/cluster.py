@@ -277,13 +277,11 @@ class Cluster:
         return [journal.owners[epoch] for epoch in sorted(journal.owners)]
 
     async def owner(self, group: str = GROUP) -> str:
-        """Return the router that owns the group."""
         owners = await self.ownerships(group)
         assert owners, f"no router has claimed {group}"
         return owners[-1].router
 
     async def routed(self, group: str = GROUP) -> int:
-        """Return the number of requests routed so far."""
         return sum(owner.routed for owner in await self.ownerships(group))
 
     async def decided(self, group: str = GROUP) -> int:
@@ -327,7 +325,6 @@ class Cluster:
         return partition
 
     async def members(self, group: str = GROUP) -> dict[str, FleetWorker]:
-        """Return the admitted workers by worker id."""
         partition = self._directory.partition_of(group)
         fleet = Fleet()
         for offset, event in [] if partition is None else await self._events(FLEET, partition):

@@ -136,7 +136,6 @@ class Result:
 
 
 def spread(seconds: Sequence[float]) -> str:
-    """Return median and maximum of measurements as text."""
     return f"p50 {statistics.median(seconds):.2f} s, max {max(seconds):.2f} s"
 
 
@@ -270,7 +269,6 @@ async def part_redis(system: System, store: StoppableRedis, times: int) -> Row:
     before, members = await fleet_facts(cluster), len(await cluster.members())
 
     async def until_held() -> None:
-        """Wait until every worker holds its lease again."""
         with redis.Redis.from_url(store.url) as client:
             leases = lambda: list(client.scan_iter(match=f"{cluster.namespace}:lease:*"))  # noqa: E731
             await cluster.until("leases are held again", leases, lambda found: len(found) == members)

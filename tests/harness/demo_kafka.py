@@ -117,7 +117,6 @@ async def play(cluster: Cluster, trace: Path, options: argparse.Namespace, resul
 
 
 def report_takeover(newest: Ownership, killed_us: int) -> float:
-    """Report the takeover; return the seconds without routing."""
     assert newest.first_routed_us is not None
     claimed_s, resumed_s = (newest.claimed_us - killed_us) / 1e6, (newest.first_routed_us - killed_us) / 1e6
     DEMO.report(

@@ -64,7 +64,6 @@ class Result(DemoResult):
             self.problems.append(text)
 
     def show(self) -> None:
-        """Print the bars as a table."""
         verdicts = {True: "holds", False: "FAILS"}
         rows = [("bar", "limit", "measured", "")]
         rows += [(one.text, one.limit, one.measured, verdicts[one.holds]) for one in self.bars]
@@ -103,7 +102,6 @@ class Run:
     dropped_s: float = 0.0
 
     def log(self, text: str) -> None:
-        """Print a line of the timeline."""
         DEMO.report(f"{time.time() - self.began_s:4.0f} s: {text}")
 
 
@@ -212,7 +210,6 @@ def deadline_s(run: Run) -> float:
 
 
 def judge(run: Run, decisions: list[RecordedDecision], result: Result) -> None:
-    """Compare the outcome with the bars."""
     sizes = [run.scaling.changes[0].to_size, *(one.to_size for one in run.scaling.changes[1:])]
     peak = sizes.index(LARGE)
     rises = sizes[: peak + 1] == sorted(sizes[: peak + 1])

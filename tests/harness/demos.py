@@ -84,7 +84,6 @@ class TraceResult(Result):
 
 
 def begin_trace(cluster: Cluster, trace: Path, *options: str) -> None:
-    """Play a trace at all ingresses."""
     urls = [part for url in cluster.urls.values() for part in ("--url", url)]
     cluster.begin("trace", "trace", str(trace), "--json", *options, *urls)
 
@@ -109,7 +108,6 @@ class Place:
 
     @asynccontextmanager
     async def cluster(self) -> AsyncIterator[Cluster]:
-        """Run a cluster in a new namespace."""
         namespace = f"demo-{uuid.uuid4().hex[:8]}"
         try:
             async with Cluster(self.kafka, self.redis_url, namespace, self.folder) as cluster:
@@ -138,7 +136,6 @@ class Demo:
         self.add = self._parser.add_argument
 
     def report(self, text: str) -> None:
-        """Print a line of progress."""
         print(f"{self.name}: {text}", flush=True)
 
     def add_trace_options(self, speed: float) -> None:
@@ -206,7 +203,6 @@ async def _until_ended(running: Coroutine[Any, Any, Verdict]) -> Verdict:
 
 
 def positive(text: str) -> float:
-    """Parse a positive number of the command line."""
     number = float(text)
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")

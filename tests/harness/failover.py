@@ -76,12 +76,10 @@ class System:
         )
 
     def pids(self) -> dict[str, int]:
-        """Return the process ids of the services."""
         return {one.name: one.process.pid for one in self.cluster.processes.running()}
 
     @contextlib.asynccontextmanager
     async def clients(self) -> AsyncIterator[StreamClients]:
-        """Run clients of all ingresses."""
         async with stream_clients(list(self.cluster.urls.values()), uuid.uuid4().hex[:8]) as clients:
             yield clients
 

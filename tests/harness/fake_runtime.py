@@ -20,5 +20,4 @@ class FakeRuntime(SystemRuntime):
         return super().wall_ns() + round(self.wall_shift_s * 1e9)
 
     def monotonic_ns(self) -> int:
-        """Return the shifted monotonic clock in nanoseconds."""
         return super().monotonic_ns() + round(self.monotonic_shift_s * 1e9)

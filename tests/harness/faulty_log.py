@@ -51,7 +51,6 @@ class FaultyLog:
         return await self._log.end(topic, partition)
 
     def require_alive(self) -> None:
-        """Raise Crashed after the crash."""
         if self.crashed:
             raise Crashed
 

@@ -117,7 +117,6 @@ class Processes:
         return started
 
     def check(self) -> None:
-        """Raise ProcessError if a process ended unexpectedly."""
         for one in self._running.values():
             if not one.ends and one.process.poll() is not None:
                 raise ProcessError(f"{one.name} ended with code {one.process.returncode}: {tail(one.log)}")

@@ -65,7 +65,6 @@ class FaultyS3:
         self.state = "serves"
 
     def deny(self) -> None:
-        """Answer every request with the status 403."""
         self.state = "denies"
 
     def stop(self) -> None:

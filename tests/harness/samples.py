@@ -69,7 +69,6 @@ def readable(value: Any) -> Any:
 
 
 def main() -> None:
-    """Write the samples of tags that have none."""
     for name, topic, full, least in samples():
         folder = SAMPLES / name
         if folder.exists():

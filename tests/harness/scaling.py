@@ -88,7 +88,6 @@ class Scaling:
         return decisions_of(events)
 
     def on_record(self, _offset: int, event: ScalingEvent, outcome: Outcome) -> None:
-        """Note a claim or a change."""
         if isinstance(event, PlannerClaimed):
             self.claims.append((event.at_us / 1e6, event.planner_id))
         if isinstance(event, ScalingDecided) and outcome == "applied":

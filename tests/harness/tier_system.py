@@ -135,7 +135,6 @@ class Reuse:
     own: int = 0
 
     def line(self) -> str:
-        """Return the tokens by tier as text."""
         return ", ".join(f"{self.tokens[tier]:,} from {tier}" for tier in ("host", "disk", "store"))
 
 

@@ -183,13 +183,11 @@ class OwnerAndWorkerStub:
                 await wake.wait()
 
     async def send(self, request: RequestSubmitted, event: TokenEvent) -> None:
-        """Write an event of a response."""
         event = msgspec.structs.replace(event, group=request.model)
         await self.log.append([Draft(TOKENS.name, request.reply_slot, encode(TOKENS, event))])
 
 
 async def until(condition: Any) -> None:
-    """Run the event loop until the condition holds."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - records set no event
             await asyncio.sleep(0.005)

@@ -30,7 +30,6 @@ PULLED_WITHIN_S = 180
 
 @functools.cache
 def docker_answers() -> bool:
-    """Return whether containers can be started."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # the client leaks a socket if no daemon is running
         try:

@@ -54,7 +54,6 @@ class StreamResult:
 
     @property
     def cached_tokens(self) -> int:
-        """Return the number of cached prompt tokens."""
         return int(self.usage["prompt_tokens_details"]["cached_tokens"])
 
 
@@ -98,7 +97,6 @@ class StreamClients:
         return submitted
 
     async def answer(self, token_ids: list[int], tokens: int) -> StreamResult:
-        """Send a prompt and wait for its response."""
         result = self.submit(token_ids, tokens)
         await self._tasks[-1]
         return result
@@ -121,7 +119,6 @@ class StreamClients:
         await self.all()
 
     async def drop(self) -> None:
-        """Disconnect from the responses that are in flight."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -78,15 +78,12 @@ class RoutingClient:
         self._urls = cluster.urls
 
     async def post(self, path: str, ingress: str = "i1", **body: Any) -> httpx.Response:
-        """Post a body for the group's model."""
         return await post(self._client, f"{self._urls[ingress]}{path}", json={"model": GROUP, **body})
 
     async def get(self, path: str, ingress: str = "i1") -> httpx.Response:
-        """Get a path of an ingress."""
         return await self._client.get(f"{self._urls[ingress]}{path}")
 
     async def complete(self, number: int, session: str = "", ingress: str = "i1", **nvext: Any) -> httpx.Response:
-        """Complete a short prompt with one token."""
         body = {"model": GROUP, "prompt": prompt(number), "max_tokens": 1, "nvext": nvext}
         headers = {SESSION: session} if session else {}
         return await post(self._client, f"{self._urls[ingress]}/v1/completions", json=body, headers=headers)

@@ -110,7 +110,6 @@ class CopiedLog(ReadOnlyLog):
         return (await self._partition(topic, partition))[0]
 
     async def end(self, topic: str, partition: int) -> int:
-        """Return the offset after the last record."""
         begin, records = await self._partition(topic, partition)
         return records[-1].offset + 1 if records else begin
 

@@ -81,7 +81,6 @@ async def until_streaming(cluster: Cluster, results: Sequence[StreamResult], nam
 
 
 async def until_begun(cluster: Cluster, streams: Sequence[StreamResult]) -> None:
-    """Wait until half of the responses have started."""
     begun = lambda: sum(bool(one.text) for one in streams)  # noqa: E731
     await cluster.until("streams have begun", begun, lambda count: count >= len(streams) // 2)
 
@@ -144,7 +143,9 @@ async def test_disagg_workers_change_roles_and_are_killed_under_load(
     check_responses(words, streams, LONG)
     check_responses(words, others, SHORT)
     routed = await routings(cluster, clients.results)
-    stages = Counter((one.stage, one.attempt) for one in routed)
+    # After a takeover on a busy machine, the journal may also have decisions of the previous owner.
+    decided = {(one.request_id, one.stage, one.attempt) for one in routed}
+    stages = Counter((stage, attempt) for _, stage, attempt in decided)
     with capsys.disabled():
         print(f"\n  {len(clients.results)} requests; stages and attempts: {dict(sorted(stages.items()))}")
     assert stages["prefill", 1] == len(clients.results), "every prompt went to the prefill pool first"

@@ -375,7 +375,6 @@ async def test_an_interrupted_produce_reports_what_it_sent(scene: Scene, from_pi
 
 
 async def submit_inputs(scene: Scene, request_id: str, *texts: str, partition: int = 0) -> None:
-    """Request an embedding of each text."""
     body = {"model": NAME, "input": list(texts)}
     await scene.client.submit(body, partition=partition, request_id=request_id, path="/v1/embeddings")
 
@@ -401,18 +400,6 @@ async def embed(scene: Scene, request: RequestSubmitted, number: float) -> None:
 
 def vectors(record: ResponseRecord) -> list[list[float]]:
     return [one["embedding"] for one in record.body["data"]]
-
-
-async def test_a_record_with_several_inputs_gets_one_response(scene: Scene) -> None:
-    async with scene.serve() as registry:
-        await submit_inputs(scene, "e", "a", "b", "c")
-        for at in (2, 0, 1):
-            await embed(scene, await submitted_input(scene, f"e~kafka-{at}"), float(at))
-        (record,) = await scene.client.complete_response("e")
-        await until(lambda: metric(registry, "in_flight") == 0)
-        assert metric(registry, "requests_total", outcome="answered") == 1
-    assert (record.index, record.status) == (0, 200)
-    assert vectors(record) == [[0.0], [1.0], [2.0]]
 
 
 async def test_one_failed_input_fails_the_request_and_cancels_the_others(scene: Scene) -> None:

@@ -1,25 +1,24 @@
 """Leases on a Redis that is flushed and restarted, and leases of killed workers."""
 
-import asyncio
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 import pytest_asyncio
-import redis
 
-from forebay.events.decisions import CacheResyncRequested, RequestAborted
+from forebay.events.decisions import RequestAborted
 from forebay.events.fleet import IngressLost, WorkerLost
 from forebay.events.topics import DECISIONS, FLEET
 from tests.harness.cluster import Cluster
+from tests.harness.demo_failover import part_redis
+from tests.harness.failover import System
 from tests.harness.local import StoppableRedis, stoppable_redis
 from tests.integration.conftest import MakeCluster, available_or_skipped
 from tests.integration.stream_clients import StreamClients, problems, prompt, stream_clients
 
 WORKERS = ("w1", "w2", "w3")
 TOKENS = 60
-ROUNDS, PER_ROUND = 5, 20
-AWAY_S = 5.0  # longer than a lease of 3 s
+FLUSHES = 8
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -38,62 +37,13 @@ async def cluster(make_cluster: MakeCluster, own_redis: StoppableRedis) -> Async
         yield running
 
 
-async def require_unharmed(cluster: Cluster) -> None:
-    """Require that no worker was lost, and none had to re-announce its cache."""
-    assert await cluster.events(FLEET, WorkerLost) == []
-    assert await cluster.events(DECISIONS, CacheResyncRequested) == []
-
-
-async def test_flushing_redis_under_load_loses_no_request(
-    cluster: Cluster, clients: StreamClients, own_redis: StoppableRedis
+async def test_flushes_and_an_outage_of_redis_harm_no_request_and_no_worker(
+    cluster: Cluster, own_redis: StoppableRedis, report: Callable[[str], None]
 ) -> None:
-    with redis.Redis.from_url(own_redis.url) as client:
-        for number in range(ROUNDS):
-            results = [clients.submit(prompt(number * 1_000 + one), TOKENS) for one in range(PER_ROUND)]
-            for _ in range(2):
-                client.flushall()
-                await until_registered(client, cluster)
-                await polled(client, cluster)
-            await clients.all()
-            assert problems(results, TOKENS) == []
-    await require_unharmed(cluster)
-
-
-async def test_requests_are_served_without_redis_and_workers_register_at_an_empty_one(
-    cluster: Cluster, clients: StreamClients, own_redis: StoppableRedis
-) -> None:
-    own_redis.stop()
-    async with asyncio.timeout(AWAY_S * 10):
-        for number in range(int(AWAY_S)):
-            results = await clients.answers([prompt(7_000 + number * PER_ROUND + one) for one in range(4)], TOKENS)
-            assert problems(results, TOKENS) == []
-            await asyncio.sleep(1.0)  # an outage is longer than a lease
-    await asyncio.to_thread(own_redis.start)
-    with redis.Redis.from_url(own_redis.url) as client:
-        await until_registered(client, cluster)
-    assert problems(await clients.answers([prompt(8_000)], TOKENS), TOKENS) == []
-    await require_unharmed(cluster)
-
-
-async def polled(client: redis.Redis, cluster: Cluster) -> None:
-    """Wait until the owner has read the leases.
-
-    An owner that reads no lease of a worker between several flushes rightly regards the worker as lost.
-    """
-
-    def reads() -> int:
-        stats = client.info("commandstats")
-        assert isinstance(stats, dict)
-        return int(stats["cmdstat_zrange"]["calls"])
-
-    # Every poll reads the leases of workers and of ingresses, each with one ZRANGE.
-    wanted = reads() + 4
-    await cluster.until("the owner reads the leases twice", reads, lambda found: found >= wanted)
-
-
-async def until_registered(client: redis.Redis, cluster: Cluster) -> None:
-    leases = lambda: list(client.scan_iter(match=f"{cluster.namespace}:lease:*"))  # noqa: E731
-    await cluster.until("leases are taken again", leases, lambda found: len(found) == len(WORKERS))
+    row = await part_redis(System(cluster), own_redis, FLUSHES)
+    report(row.measured)
+    assert row.counts.sent > 0
+    assert row.problems + row.counts.problems == []
 
 
 async def test_a_killed_worker_is_lost_after_the_default_ttl_and_its_streams_continue(

@@ -47,7 +47,6 @@ async def cluster(make_cluster: MakeCluster) -> AsyncIterator[Cluster]:
 
 
 async def listed(client: httpx.AsyncClient) -> dict[str, int]:
-    """Return the context length of each listed model."""
     cards = (await client.get("/v1/models")).json()["data"]
     return {card["id"]: card["max_model_len"] for card in cards}
 

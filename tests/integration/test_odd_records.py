@@ -83,7 +83,6 @@ def cut_short(topic: Topic) -> list[bytes]:
 
 
 def generated(topic: Topic, number: int) -> list[RawBatch]:
-    """Return seeded batches that any producer could write."""
     found: list[RawBatch] = []
     garbage = st.none() | st.binary(max_size=50) | st.sampled_from([b"{}", b"null", b"[" * 10_000, b"\x91" * 10_000])
     if events := cut_short(topic):
@@ -105,7 +104,6 @@ def generated(topic: Topic, number: int) -> list[RawBatch]:
 
 
 def fixed() -> list[RawBatch]:
-    """Return cases that generation might miss."""
     late_ms = int(time.time() * 1000) + 10**11
     same = [(b"y", b"one"), (b"y", b"two"), (b"x", b"\xff"), (b"x", None)]
     return [

@@ -71,7 +71,6 @@ class Clients:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def broker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[StoppableBroker]:
-    """Yield a broker used only by these tests."""
     with available_or_skipped(local_kafka(tmp_path_factory.mktemp("outage-kafka"))) as broker:
         given = StoppableBroker(broker)
         yield given

@@ -143,7 +143,6 @@ def test_the_error_of_a_failed_broker_has_its_log(own_kafka: Broker) -> None:
 
 @pytest.fixture
 def client(redis_url: str) -> Iterator[redis.Redis]:
-    """Yield an empty database of the shared Redis."""
     # A database in the URL would override the argument.
     options = parse_url(redis_url)  # type: ignore[no-untyped-call]  # redis-py has not typed it
     with redis.Redis(**{**options, "db": DATABASE}) as client:

@@ -38,7 +38,6 @@ cluster = cluster_fixture(
 
 
 async def run(*arguments: str | Path, hash_seed: int = 0) -> "subprocess.CompletedProcess[str]":
-    """Run a forebay command in a separate process."""
     return await asyncio.to_thread(
         subprocess.run,
         [FOREBAY, *map(str, arguments)],
@@ -62,7 +61,6 @@ async def recorded(kafka: str, out: Path, *options: str) -> dict[str, Any]:
 
 
 async def until_more_routed(cluster: Cluster) -> None:
-    """Wait until some more requests are routed."""
     least = await cluster.routed() + ROUTED
     await cluster.until(f"{ROUTED} more requests are routed", cluster.routed, lambda routed: routed >= least)
 

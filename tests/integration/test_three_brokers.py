@@ -112,12 +112,10 @@ async def test_an_append_waits_for_a_partition_without_a_leader(
 
 
 async def leaders_of(settings: KafkaSettings) -> set[int]:
-    """Return the brokers that lead partitions."""
     return {leader for leader, _ in (await replicas_of(settings)).values()}
 
 
 async def until_leaders(settings: KafkaSettings, wanted: set[int]) -> None:
-    """Wait until exactly these brokers lead partitions."""
     async with asyncio.timeout(PATIENCE_S):
         while await leaders_of(settings) != wanted:  # noqa: ASYNC110 - Kafka has no event for this
             await asyncio.sleep(ASK_EVERY_S)

@@ -174,7 +174,6 @@ def serve(cluster: Cluster, *arguments: str) -> None:
 
 
 def children(cluster: Cluster) -> list[int]:
-    """Return the process ids of the service's workers."""
     listed = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
     lines = [line for line in listed.splitlines() if cluster.namespace in line]
     return [int(line.split()[0]) for line in lines if re.search(r"forebay\.cli worker .*-id lin-\d", line)]

@@ -8,8 +8,8 @@ import pytest
 
 from forebay.live.planner.actuator import ActuatorError
 from forebay.planner.actuators.kubernetes import KubernetesActuator, KubernetesUnusable, PodSet, RequestLimits, connect
-from tests.harness.kubernetes_stub import HANG, KubernetesStub, kubernetes_stub
 from tests.harness.local import free_ports
+from tests.harness.stub_servers import HANG, KubernetesStub, kubernetes_stub
 
 pytestmark = pytest.mark.asyncio
 

@@ -81,7 +81,6 @@ def corpus() -> list[str]:
 
 
 def tokenizer() -> Tokenizer:
-    """Return a byte-level BPE trained on the corpus."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -96,7 +95,6 @@ def tokenizer() -> Tokenizer:
 
 
 def files() -> dict[str, bytes]:
-    """Return the directory's files by name."""
     config = {"model_type": "forebay-default", "max_position_embeddings": CONTEXT_TOKENS}
     tokenizer_config = {"bos_token": None, "eos_token": END, "pad_token": PAD, "chat_template": CHAT_TEMPLATE}
     compact = json.loads(tokenizer().to_str())

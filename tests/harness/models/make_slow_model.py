@@ -50,7 +50,6 @@ def write_lora(directory: Path, layers: int = LAYERS) -> None:
 
 
 def main() -> None:
-    """Write the directory of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path, help="directory to write the model to")
     parser.add_argument("--layers", type=int, default=LAYERS, help="number of layers")

@@ -34,7 +34,6 @@ def processor() -> LlavaProcessor:
 
 
 def model(image_token_id: int) -> LlavaForConditionalGeneration:
-    """Return a LLaVA with random bfloat16 parameters."""
     torch.manual_seed(make_tiny_model.SEED)
     vision = CLIPVisionConfig(
         hidden_size=32,

@@ -51,7 +51,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def model() -> LlamaForCausalLM:
-    """Return a Llama with 139,584 random bfloat16 parameters."""
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -109,7 +108,6 @@ def write_lora(directory: Path, rank: int = LORA_RANK, weights: dict[str, torch.
 
 
 def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file in hex."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 

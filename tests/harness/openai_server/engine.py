@@ -182,7 +182,6 @@ class StandInEngine:
 
     @property
     def vocabulary(self) -> tuple[int, ...]:
-        """Token ids that words are sampled from."""
         return self._tokens.vocabulary
 
     @property

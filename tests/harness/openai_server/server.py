@@ -134,7 +134,6 @@ class OpenAiServer:
 
     @property
     def kv_events(self) -> str:
-        """Address of the PUB socket of KV events."""
         assert self.events is not None
         return f"tcp://{HOST}:{self._events_port}"
 
@@ -357,7 +356,6 @@ class OpenAiServer:
         return JSONResponse({"success": True, "error_message": "", "loaded_adapters": loaded})
 
     async def _kv(self, request: Request) -> JSONResponse:
-        """Give the contents of blocks to another server."""
         keeper = self.engine.keeper
         contents = None if keeper is None or self.faults.lose_kv else keeper.read(await request.json())
         return JSONResponse({"error": "no such KV"}, 404) if contents is None else JSONResponse({"contents": contents})
@@ -381,7 +379,6 @@ class OpenAiServer:
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Wait until the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
