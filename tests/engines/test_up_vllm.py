@@ -115,7 +115,7 @@ def test_prefill_and_decode_on_two_engines(model: Path, oracle: Transformers, st
 
 
 def test_a_killed_engine_core_is_replaced_while_its_response_continues(
-    model: Path, oracle: Transformers, systems: list[System]
+    model: Path, oracle: Transformers, start: Start
 ) -> None:
     system = start("--workers", "2")
     text, served = system.generated(kill=True)
