@@ -274,7 +274,7 @@ async def first_difference(cluster: Cluster) -> Divergence | None:
         if span.is_own or span.claim is None:
             continue
         world = (await span.start(log, partition, end, {})).world
-        claim(world, span.first, span.claim.policies)
+        claim(world, span.first, span.claim.policies, nonce=span.claim.owner_nonce)
         async for step in Walk(log, partition, Start(world, span.first + 1), span.end):
             if step.divergence is not None:
                 return step.divergence
