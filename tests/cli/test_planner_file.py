@@ -9,7 +9,7 @@ import pytest
 
 from forebay.cli.common import extras
 from forebay.cli.planner.planner_file import read_planner_file
-from forebay.cli.planner.supervise import KubernetesSettings, ProcessSettings, read_supervise_file
+from forebay.cli.planner.services import KubernetesSettings, ProcessSettings, read_supervise_file
 from forebay.engine_model.timing import LinearTiming
 from forebay.events.scaling import DecodePoint, PlannerSettings, PoolScaling, PrefillPoint
 from forebay.planner.actuators.processes import KILL_AFTER_S, ProcessPool

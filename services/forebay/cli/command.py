@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from forebay.cli.common.api_key import ClientKeyOption
 from forebay.cli.common.cluster_options import KafkaOptions, ServiceOptions, TopicPlanOptions
+from forebay.cli.common.credentials import ClientKeyOption
 from forebay.cli.common.logs import LoggingOptions
 from forebay.cli.common.operator_name import OperatorOption
 from forebay.cli.common.options import Argument, JsonOption, Option

@@ -5,30 +5,26 @@ import contextlib
 import itertools
 import threading
 import uuid
-from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
 import click
 import msgspec
-from aiokafka import AIOKafkaProducer, TopicPartition
-from aiokafka.errors import KafkaError
+from xxhash import xxh3_64_intdigest
 
 from forebay.cli.command import ProduceCommand
 from forebay.cli.common.errors import complain, explained, fail
+from forebay.cli.common.recording import kafka_log
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
 from forebay.ingress.openai.requests import CHAT_PATH, REQUEST_ID, TEXT_PATH
-from forebay.transport.base import LogError
-from forebay.transport.kafka.consumer import DenseConsumer
-from forebay.transport.kafka.errors import explain
+from forebay.transport.base import Draft, LogFull, Tail
+from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
-from forebay.transport.kafka.start import start_whole
-from forebay.transport.kafka.tail import headers_of
-from forebay.transport.kafka.topics import count_topics
-from forebay.transport.kafka.writer import RECORD_BYTES_MAX
+from forebay.transport.kafka.topics import count_topics, partitions_of
 
 ERROR_STATUS = 400
+PAGE = 500  # records of responses that are read at a time
 
 
 @dataclass(slots=True)
@@ -94,55 +90,49 @@ def run_produce(options: ProduceCommand) -> None:
 async def _produce(file: IO[bytes], settings: KafkaSettings, run: ProduceRun, wait_s: float | None) -> None:
     """Send every line. If `wait_s` is not None, wait that many seconds after the last line for the responses."""
     await count_topics(settings)
-    consumer = DenseConsumer(**settings.client_options(), enable_auto_commit=False)
-    producer = AIOKafkaProducer(
-        **settings.client_options(), acks="all", enable_idempotence=True, max_request_size=RECORD_BYTES_MAX
-    )
-    try:
-        async with contextlib.AsyncExitStack() as stack:
-            for client in (producer,) if wait_s is None else (producer, consumer):
-                await start_whole(client.start, client.stop)
-                stack.push_async_callback(client.stop)
-            is_sent = asyncio.Event()
-            if wait_s is not None:
-                topic = settings.topic(OPENAI_RESPONSES.name)
-                places = [TopicPartition(topic, number) for number in await producer.partitions_for(topic)]
-                consumer.assign(places)
-                await consumer.seek_to_end(*places)
-                collecting = asyncio.create_task(_collect(consumer, run, is_sent))
-                stack.callback(collecting.cancel)
-            await _send(file, producer, settings.topic(OPENAI_REQUESTS.name), run)
+    partitions = await partitions_of(settings)
+    async with kafka_log(settings) as log:
+        is_sent, wake = asyncio.Event(), asyncio.Event()
+        numbers = range(0 if wait_s is None else partitions[OPENAI_RESPONSES.name])
+        places = [(OPENAI_RESPONSES.name, number) for number in numbers]
+        tails = [log.tail(*place, await log.end(*place), wake) for place in places]
+        collecting = asyncio.create_task(_collect(tails, wake, run, is_sent))
+        try:
+            await _send(file, log, partitions[OPENAI_REQUESTS.name], run)
             is_sent.set()
-            if wait_s is not None and run.waiting:
-                await asyncio.wait([collecting], timeout=wait_s)
-                if collecting.done():
-                    collecting.result()
-    except (KafkaError, OSError) as error:
-        raise LogError(f"Kafka at {settings.bootstrap} failed: {explain(error)}") from error
+            wake.set()
+            await asyncio.wait([collecting], timeout=wait_s or 0.0)
+        finally:
+            collecting.cancel()
 
 
-async def _send(file: IO[bytes], producer: AIOKafkaProducer, topic: str, run: ProduceRun) -> None:
-    """Send every line. Raises KafkaError as soon as a request could not be delivered."""
-    unconfirmed: deque[asyncio.Future[Any]] = deque()
+async def _send(file: IO[bytes], log: KafkaLog, partitions: int, run: ProduceRun) -> None:
+    """Append a request per line. Raises LogError if Kafka rejects one."""
     async for number, line in _lines(file):
         request_id, path, body = run.encode_request(number, line)
-        headers = [("request-id", request_id.encode()), ("path", path.encode())]
-        unconfirmed.append(await producer.send(topic, body, request_id.encode(), headers=headers))
-        while unconfirmed and unconfirmed[0].done():
-            unconfirmed.popleft().result()
-    await producer.flush()
-    for confirmation in unconfirmed:
-        await confirmation
+        key = request_id.encode()
+        headers = {"request-id": request_id, "path": path}
+        draft = Draft(OPENAI_REQUESTS.name, xxh3_64_intdigest(key) % partitions, body, key, headers)
+        try:
+            log.append_soon([draft])
+        except LogFull:
+            await log.flush()
+            log.append_soon([draft])
+        except ValueError as error:  # it is too large
+            fail(f"line {number}: {error}")
+    await log.flush()
 
 
-async def _collect(consumer: DenseConsumer, run: ProduceRun, is_sent: asyncio.Event) -> None:
+async def _collect(tails: Sequence[Tail], wake: asyncio.Event, run: ProduceRun, is_sent: asyncio.Event) -> None:
     """Print complete responses, until the last one after the last request was sent."""
-    async for message in consumer:
-        answer = run.add_record(headers_of(message.headers) or {}, message.value or b"")
-        if answer is not None:
-            click.echo(msgspec.json.encode(answer))
-        if is_sent.is_set() and not run.waiting:
-            return
+    while run.waiting or not is_sent.is_set():
+        await wake.wait()
+        wake.clear()
+        for tail in tails:
+            while records := tail.take(PAGE):
+                for record in records:
+                    if answer := run.add_record(dict(record.headers or {}), record.value):
+                        click.echo(msgspec.json.encode(answer))
 
 
 async def _lines(file: IO[bytes]) -> AsyncIterator[tuple[int, bytes]]:

@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console, RenderableType
 
 from forebay.cli.command import StatusCommand
-from forebay.cli.common.api_key import VARIABLE, client_headers
+from forebay.cli.common.credentials import API_KEY_VARIABLE, client_headers
 from forebay.cli.common.errors import USAGE, explained, fail
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.tables import span, titled_table
@@ -73,7 +73,7 @@ def _query(url: str, api_key: str | None, group: str) -> GroupStatus:
         except msgspec.ValidationError as error:
             fail(f"{url} returned another version of the status ({error}); use the same version of forebay")
     problem = answer["error"]
-    hints = {"invalid_api_key": f"; set {VARIABLE} or --api-key", "model_required": "; pass --group NAME"}
+    hints = {"invalid_api_key": f"; set {API_KEY_VARIABLE} or --api-key", "model_required": "; pass --group NAME"}
     hint = hints.get(str(problem.get("code")), "")
     fail(f"{url}: {problem['message']}{hint}", USAGE if response.is_client_error else NOT_READY)
 

@@ -19,24 +19,10 @@ from forebay.cli.common.sources import long_name, place_of, variable
 from forebay.events.names import unknown_name
 
 EPILOG = "Environment variables set options, too: FOREBAY_PORT for --port, and so on. See docs/configuration.md."
-SERVICE_OPTIONS = frozenset(
-    {
-        "all",
-        "engine",
-        "from",
-        "lora",
-        "model",
-        "policy",
-        "pool",
-        "pool-routing",
-        "remove",
-        "set",
-        "timeout-s",
-        "to",
-        "worker",
-        "yes",
-    }
-)
+SERVICE_OPTIONS = frozenset((
+    "all", "engine", "from", "lora", "model", "policy", "pool", "pool-routing", "remove", "set", "timeout-s", "to",
+    "worker", "yes",
+))  # fmt: skip
 SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")  # start of the address that Kubernetes sets as NAME_PORT for a Service
 INTERRUPTED = 130  # exit code after Ctrl-C, as of a shell
 ALL = "forebay.help_all"  # key of the context
@@ -65,7 +51,7 @@ class CliCommand(click.Command):
             params.append(config_option(path))
         super().__init__(name, params=params, help=declared.__doc__, epilog=EPILOG if is_service else None)
         self.declared = declared
-        self.basic: tuple[str, ...] = getattr(declared, "BASIC", ())
+        self.basic: list[str] = getattr(declared, "BASIC", "").split()
         if any(one.type is click.UNPROCESSED for one in params):
             self.context_settings = {"ignore_unknown_options": True}
         if self.basic:

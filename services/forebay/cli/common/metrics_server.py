@@ -9,10 +9,8 @@ from importlib.metadata import version
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
-from prometheus_client.registry import Collector
 
 from forebay.ingress.errors import Unusable
 
@@ -70,18 +68,7 @@ def process_registry() -> CollectorRegistry:
     """Return a registry with `process_*`, which only Linux has, and `forebay_build_info`."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    registry.register(_BuildInfo())
+    text = "Versions of forebay and Python in this process; the value is always 1."
+    info = Gauge("forebay_build_info", text, ["version", "python_version"], registry=registry)
+    info.labels(version("forebay"), platform.python_version()).set(1)
     return registry
-
-
-class _BuildInfo(Collector):
-    """Prometheus collector for the versions of forebay and Python."""
-
-    def __init__(self) -> None:
-        self._labels = {"version": version("forebay"), "python_version": platform.python_version()}
-
-    def collect(self) -> Iterator[Metric]:
-        text = "Versions of forebay and Python in this process; the value is always 1."
-        info = GaugeMetricFamily("forebay_build_info", text, labels=list(self._labels))
-        info.add_metric(list(self._labels.values()), 1)
-        yield info

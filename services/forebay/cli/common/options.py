@@ -6,7 +6,8 @@ of its fields is an option of the command, too. Other class attributes describe 
 - `RUN` names the function that runs it with an instance of the class, as `module:function` relative to `forebay.cli`.
   The module is imported only then, so that `--help` and errors do not wait for it.
 - `REQUIRES` names an extra of forebay, and the packages of this extra that the function imports.
-- `BASIC` lists the fields that `--help` shows; `--help-all` shows all of them. Without it, `--help` does.
+- `BASIC` lists the fields that `--help` shows, separated by spaces. `--help-all` shows all of them. Without `BASIC`,
+  `--help` does, too.
 - `PANEL`, of an option group, names the section of its options in the help.
 """
 

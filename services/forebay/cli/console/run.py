@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from forebay.cli.common.admin_token import TOKEN_CHARS_MAX
 from forebay.cli.common.cluster import run_service, until_signal
+from forebay.cli.common.credentials import read_text, require_token
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.logs import announce
 from forebay.cli.common.terminal import bar
@@ -19,7 +19,6 @@ from forebay.cli.policies.alternative import FIELDS
 from forebay.console.app import listening_socket, serve_console, tls_of
 from forebay.console.console import Console
 from forebay.console.settings import ConsoleSettings, SourceKind
-from forebay.ingress.errors import Unusable
 from forebay.ingress.explain_worker import LogSource
 from forebay.replay.policies import require_allowed
 from forebay.transport.history.groups import groups_of
@@ -28,6 +27,7 @@ from forebay.transport.sqlite.log import SqliteLog
 VARIABLE = "FOREBAY_CONSOLE_TOKEN"
 WHAT_IF = "forebay.cli.console.what_if"
 TOKEN_BYTES = 16
+TOKEN_FILE_CHARS_MAX = 1 << 20
 PROGRESS_S = 0.25
 
 
@@ -139,21 +139,11 @@ def _cache_dir(given: Path | None, *, is_file: bool) -> str | None:
 
 def console_token(file: Path | None) -> str:
     """Return the token of clients: from a file, the environment, or random. Raises Unusable if it is invalid."""
-    if file is None:
-        text, where = os.environ.get(VARIABLE, ""), VARIABLE
-        if not text:
-            return secrets.token_urlsafe(TOKEN_BYTES)
-    else:
+    if file is not None:
         where = f"--token-file {file}"
-        try:
-            text = file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise Unusable(f"cannot read {where}: {error}") from error
-    if not 0 < len(text) <= TOKEN_CHARS_MAX or not all("!" <= character <= "~" for character in text):
-        raise Unusable(
-            f"{where}: invalid token; expected 1 to {TOKEN_CHARS_MAX} visible ASCII characters without spaces"
-        )
-    return text
+        return require_token(where, read_text(where, file, TOKEN_FILE_CHARS_MAX).strip())
+    text = os.environ.get(VARIABLE, "")
+    return require_token(VARIABLE, text) if text else secrets.token_urlsafe(TOKEN_BYTES)
 
 
 def _checked_url(url: str | None) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
-from forebay.cli.common.admin_token import VARIABLE, admin_token
+from forebay.cli.common.credentials import TOKEN_VARIABLE, admin_token
 from forebay.cli.common.errors import USAGE, complain, explained, fail
 from forebay.cli.common.failures import advice
 from forebay.cli.common.options import Option
@@ -84,7 +84,7 @@ class IngressClient:
         if response.status_code == HTTPStatus.NOT_FOUND and code == "not_found":
             complain("the admin API is disabled; start the ingress with --admin-api and a token")
         elif code.startswith("admin_token"):
-            complain(f"{answer['error']['message']}; set {VARIABLE} or --token-file")
+            complain(f"{answer['error']['message']}; set {TOKEN_VARIABLE} or --token-file")
             is_invalid = True
         else:
             hint = MODEL_HINT if code == "model_required" else ""

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import click
 import msgspec
 
-from forebay.cli.common.admin_token import AdminTokenFileOption
+from forebay.cli.common.credentials import AdminTokenFileOption
 from forebay.cli.common.errors import fail
 from forebay.cli.common.operator_name import OperatorOption, operator_name
 from forebay.cli.common.options import Argument, JsonOption, Option

@@ -23,7 +23,7 @@ class PlannerRunCommand:
     Decisions have an effect only with an actuator, see `forebay planner supervise`.
     """
 
-    RUN: ClassVar = "planner.run:run_planner"
+    RUN: ClassVar = "planner.services:run_planner"
 
     file: Annotated[Path, Argument(metavar="FILE", help="TOML file: settings and pools. See docs/scaling.md.")]
     kafka: KafkaOptions
@@ -39,7 +39,7 @@ class PlannerSuperviseCommand:
     Workers continue when this command ends. It finds them again when it is started again.
     """
 
-    RUN: ClassVar = "planner.supervise:run_supervise"
+    RUN: ClassVar = "planner.services:run_supervise"
 
     file: Annotated[Path, Argument(metavar="FILE", help="TOML file: actuator and pools. See docs/scaling.md.")]
     kafka: KafkaOptions

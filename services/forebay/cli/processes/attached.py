@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,17 +20,19 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from forebay import runtime
-from forebay.cli.common.cluster import connected, leases_at, until_signal
+from forebay.cli.common.cluster import connected, leases_at, run_service, until_signal
 from forebay.cli.common.cluster_options import Cluster
-from forebay.cli.common.errors import cause_of, complain
+from forebay.cli.common.errors import cause_of, complain, explained
 from forebay.cli.common.logs import announce
 from forebay.cli.common.metrics_server import Probe, process_registry
 from forebay.cli.common.shutdown import stop_notice
 from forebay.cli.processes.card_keeper import keep_card
+from forebay.cli.processes.command import WorkerCommand
 from forebay.cli.processes.engine_options import EngineOptions, pool_of
-from forebay.cli.processes.engines import SIZE_OPTIONS
+from forebay.cli.processes.engines import SIZE_OPTIONS, built, ranked_from, reached_at, tiered
 from forebay.cli.processes.model_source import HUB_NAME, find_model
-from forebay.cli.processes.options import adapters, named
+from forebay.cli.processes.options import adapters, named, names
+from forebay.cli.processes.tier_options import TierOptions
 from forebay.cli.processes.upstream_options import Upstream
 from forebay.events.control import Role
 from forebay.events.fleet import WorkerSpec
@@ -89,6 +92,42 @@ class Attachment:
     model: str = ""
     worker: Worker | None = None
     probes: Probes = field(default_factory=Probes)
+
+
+def run_worker(options: WorkerCommand) -> None:
+    options.logs.start()
+    with explained():
+        cluster = options.addresses.cluster(options.service.metrics_host, options.service.metrics_port)
+        if servers := options.upstream.upstreams():
+            check_options(options.engine)
+            if options.tiers != TierOptions():
+                raise Unusable("options of KV tiers cannot be combined with --upstream: the server has its own tiers")
+            if options.dp_start_rank or options.kv_host is not None:
+                flag = "--kv-host" if options.kv_host is not None else "--dp-start-rank"
+                raise Unusable(f"{flag} cannot be combined with --upstream")
+            attached = attachments(servers, options.worker_id)
+            settings = UpstreamSettings(
+                engine=options.engine,
+                pool=options.pool,
+                taints=names("--taint", options.taint),
+                api_key=options.upstream.api_key(),
+                allow_shared_cache=options.upstream.allow_shared_cache,
+            )
+            run_service(
+                run_attached(cluster, attached, settings, lease_ttl_s=options.lease_ttl_s, drain_s=options.drain_s)
+            )
+            return
+        choice = tiered(ranked_from(options.engine.choice(), options.dp_start_rank), options.tiers.settings())
+        choice = reached_at(choice, options.kv_host, options.addresses.kafka)
+        running, spec = built(
+            choice,
+            options.worker_id or f"{socket.gethostname()}-{os.getpid()}",
+            pool=options.pool,
+            taints=names("--taint", options.taint),
+            kv_events=options.kv_events,
+        )
+    one = Attachment(None, spec.worker_id, (running, spec, choice.settings.model))
+    run_service(run_attached(cluster, [one], None, lease_ttl_s=options.lease_ttl_s, drain_s=options.drain_s))
 
 
 def check_options(options: EngineOptions) -> None:

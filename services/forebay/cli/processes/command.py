@@ -74,21 +74,8 @@ class UpCommand:
 
     RUN: ClassVar = "processes.up:run_up"
     BASIC: ClassVar = (
-        "model",
-        "model_name",
-        "engine",
-        "engine_args",
-        "workers",
-        "prefill_workers",
-        "decode_workers",
-        "port",
-        "host",
-        "api_key",
-        "log",
-        "console",
-        "router_mode",
-        "kv_tier",
-        "config",
+        "model model_name engine engine_args workers prefill_workers decode_workers port host api_key log "
+        "console router_mode kv_tier config"
     )
 
     router: RouterOptions
@@ -125,19 +112,7 @@ class IngressCommand:
 
     RUN: ClassVar = "processes.ingress_process:run_ingress"
     BASIC: ClassVar = (
-        "kafka",
-        "redis",
-        "namespace",
-        "model",
-        "model_name",
-        "port",
-        "host",
-        "api_key",
-        "api_key_file",
-        "ssl_certfile",
-        "admin_api",
-        "ingress_id",
-        "config",
+        "kafka redis namespace model model_name port host api_key api_key_file ssl_certfile admin_api ingress_id config"
     )
 
     addresses: ClusterOptions
@@ -173,16 +148,7 @@ class RouterCommand:
     """
 
     RUN: ClassVar = "processes.router_process:run_router"
-    BASIC: ClassVar = (
-        "kafka",
-        "redis",
-        "namespace",
-        "router_mode",
-        "router_policy_config",
-        "router_id",
-        "metrics_port",
-        "config",
-    )
+    BASIC: ClassVar = "kafka redis namespace router_mode router_policy_config router_id metrics_port config"
     REQUIRES: ClassVar = ("router", "faust")
 
     router: RouterOptions
@@ -209,23 +175,10 @@ class RouterCommand:
 class WorkerCommand:
     """Run a worker of a distributed system."""
 
-    RUN: ClassVar = "processes.worker:run_worker"
+    RUN: ClassVar = "processes.attached:run_worker"
     BASIC: ClassVar = (
-        "kafka",
-        "redis",
-        "namespace",
-        "model",
-        "model_name",
-        "engine",
-        "engine_args",
-        "role",
-        "pool",
-        "upstream",
-        "upstream_kv_events",
-        "kv_tier",
-        "worker_id",
-        "metrics_port",
-        "config",
+        "kafka redis namespace model model_name engine engine_args role pool upstream upstream_kv_events "
+        "kv_tier worker_id metrics_port config"
     )
 
     addresses: ClusterOptions

@@ -3,9 +3,12 @@
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvloop
@@ -14,27 +17,37 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from forebay.cli.common.errors import cause_of
 from forebay.cli.common.logs import announce
 from forebay.cli.common.metrics_server import process_registry
 from forebay.cli.common.shutdown import end_within, stop_notice
-from forebay.cli.processes.embedded_group import EmbeddedGroup, EngineRestarts
-from forebay.cli.processes.embedded_ingress import serving_all, serving_one
+from forebay.cli.processes.embedded_group import EmbeddedGroup, EmbeddedSettings, EngineRestarts
 from forebay.cli.processes.listening import Hosts, listening
-from forebay.cli.processes.settings import EmbeddedSettings
-from forebay.cli.processes.tasks import Tasks, ended, running_tasks
 from forebay.console.settings import ConsoleSettings
 from forebay.events.control import DisaggConfig
+from forebay.events.heartbeats import RouterHeartbeat
+from forebay.events.topics import FLEET, TOKENS
+from forebay.ingress.catalog import Catalog
 from forebay.ingress.child_process import ChildProcess
+from forebay.ingress.errors import ApiError, Unusable
 from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.front import Front
+from forebay.ingress.group import NO_WORKER
 from forebay.ingress.http.app import build_app
 from forebay.ingress.http.endpoint import Endpoint
 from forebay.ingress.http.protocol import ConnectionLimits, connections_allowed
 from forebay.ingress.http.server import build_server, serve_until_drained
+from forebay.ingress.ingress import Ingress
+from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
+from forebay.ingress.served import OneModel, ServedModels
+from forebay.live.owner.owner import Owner
 from forebay.live.owner.retention import Retention, RetentionMetrics
 from forebay.live.owner.start_check import open_checked
+from forebay.live.router.heartbeats import owner_heartbeat
+from forebay.transport.directory import Directory
+from forebay.transport.models import ModelStore
 from forebay.transport.redis.leases import embedded_leases
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
@@ -47,6 +60,76 @@ END_S = 10.0  # seconds until the process is ended by force after a second signa
 
 # Called once requests can be served, with the effective settings of each model.
 OnReady = Callable[[Mapping[str, DisaggConfig]], None]
+
+
+class Tasks:
+    """Tasks of the system. If a task fails, the main task is cancelled and raises the error."""
+
+    def __init__(self, main: "asyncio.Task[Any]") -> None:
+        self.error: BaseException | None = None
+        self._main = main
+        self._tasks: list[asyncio.Task[None]] = []
+        self._owners: list[tuple[Owner, asyncio.Task[None]]] = []
+
+    def run(self, part: Coroutine[Any, Any, None], name: str) -> None:
+        self._tasks.append(self._task(part, name))
+
+    def own(self, owner: Owner, group: str) -> None:
+        """Start the task of the owner of a group, which `stop` stops separately."""
+        self._owners.append((owner, self._task(owner.run(), f"owner of {group}")))
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        while not reached():  # noqa: ASYNC110 - these states set no event
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        """Stop all tasks, the owners first, so that they do not report workers as lost while their engines stop."""
+        for task in self._tasks:
+            task.cancel()
+        for owner, _ in self._owners:
+            await owner.stop()
+        for owner, task in self._owners:
+            await task
+            await owner.close()
+        # Without a second cancel, which would interrupt engines that are stopping.
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def abandon(self) -> None:
+        await ended([*self._tasks, *(task for _, task in self._owners)])
+
+    def _task(self, part: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
+        task = asyncio.create_task(part, name=name)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and self.error is None and (error := task.exception()) is not None:
+            self.error = error
+            self._main.cancel()
+
+
+@asynccontextmanager
+async def running_tasks() -> AsyncIterator[Tasks]:
+    """Yield the tasks of a system, and stop them after the body. Raises the error of a task that failed."""
+    main = asyncio.current_task()
+    assert main is not None
+    tasks = Tasks(main)
+    try:
+        yield tasks
+        await tasks.stop()
+    except asyncio.CancelledError:
+        if tasks.error is None:
+            raise
+        raise cause_of(tasks.error) from None
+    finally:
+        await tasks.abandon()
+
+
+async def ended(tasks: "Sequence[asyncio.Task[None]]") -> None:
+    """Cancel tasks, and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,3 +336,90 @@ def _start_retention(
         retention.peers = [peer for peer in retentions if peer is not retention]
         tasks.run(retention.run(), "retention")
     registry.register(RetentionMetrics(log, *retentions))
+
+
+# --- the ingress, and its models --------------------------------------------------------------------------------------
+
+
+class OwnerInProcess:
+    """Owner of a group that is a task of this process, so it needs no heartbeats, and the process ends if it fails."""
+
+    owner_age_s = 0.0
+    has_owner = True
+
+    def __init__(self, group: EmbeddedGroup) -> None:
+        self.group = group.name
+        self._owner = group.owner
+        self._fleet_read = -1
+        self._beat: RouterHeartbeat | None = None
+
+    @property
+    def owner(self) -> RouterHeartbeat:
+        world = self._owner.world
+        fleet_read = world.view.get(FLEET.name, 0)
+        if self._beat is None or fleet_read != self._fleet_read:
+            self._beat, self._fleet_read = owner_heartbeat(world, self.group, "embedded"), fleet_read
+        return self._beat
+
+    def standbys(self) -> Sequence[RouterHeartbeat]:
+        """Return no standbys, because the process has none."""
+        return ()
+
+    async def follow(self, partition: int) -> None:
+        """Wait until cancelled, because `owner` is always current."""
+        del partition
+        await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def serving_one(
+    settings: EmbeddedSettings,
+    log: SqliteLog,
+    registry: CollectorRegistry,
+    tasks: Tasks,
+    group: EmbeddedGroup,
+    model: Model,
+) -> AsyncIterator[ServedModels]:
+    """Yield the only model. Its tokenizer comes from the model directory."""
+    configured = replace(settings.ingress, block_size=group.block_size)
+    metrics = IngressMetrics(registry, group.name)
+    reply_from = await log.end(TOKENS.name, configured.reply_slot)
+    ready, partition = (lambda: group.why_not_ready() is None), group.partition
+    ingress = Ingress(log, model, configured, metrics, ready, reply_from, lambda: partition)
+    ingress.pools.allowed_policies = lambda: group.owner.world.owner_policies
+    ingress.not_ready_reason = lambda: group.why_not_ready() or NO_WORKER
+    layouts = (worker.spec.kv_layout for worker in group.workers)
+    layout = next((layout for layout in layouts if layout is not None), None)
+    if layout is not None:  # a worker with another layout is not admitted
+        ingress.ready_details["kv_transport"] = layout.connector
+    tasks.run(ingress.run(), "ingress")
+    yield OneModel(ingress)
+
+
+@asynccontextmanager
+async def serving_all(
+    settings: EmbeddedSettings,
+    log: SqliteLog,
+    registry: CollectorRegistry,
+    tasks: Tasks,
+    groups: Iterable[EmbeddedGroup],
+) -> AsyncIterator[ServedModels]:
+    """Yield all models, with tokenizers from the cards on the log. Raises Unusable if a model cannot be loaded."""
+    directory, store = Directory(log), ModelStore(log)
+    await directory.start()
+    await store.start()
+    metrics = IngressMetrics(registry, None)
+    front = Front(log, settings.ingress, metrics, await log.end(TOKENS.name, settings.ingress.reply_slot))
+    owners = {group.name: OwnerInProcess(group) for group in groups}
+    with tempfile.TemporaryDirectory(prefix="forebay-models-") as folder:
+        catalog = Catalog(front, directory, store, Path(folder), lambda _: None, owners.get)
+        tasks.run(front.run(), "ingress")
+        tasks.run(directory.run(), "directory")
+        tasks.run(catalog.run(), "models")
+        await tasks.until(lambda: catalog.names == sorted(owners))
+        for name in catalog.names:
+            try:
+                await catalog.load(name)
+            except ApiError as error:
+                raise Unusable(str(error)) from error
+        yield catalog

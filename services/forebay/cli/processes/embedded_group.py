@@ -5,28 +5,36 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
 from forebay.cli.common.errors import cause_of
 from forebay.cli.processes.engines import built, playing, with_own_disk
-from forebay.cli.processes.settings import EmbeddedModel, EmbeddedSettings
+from forebay.cli.processes.options import SnapshotOptions
+from forebay.cli.processes.up_models import EmbeddedModel
+from forebay.console.settings import ConsoleSettings
+from forebay.core.routing.policies import CustomPolicies
 from forebay.core.state.fleet import WorkerPhase
 from forebay.events.base import unpack_u64
-from forebay.events.control import DisaggConfig, PoolConfigured
+from forebay.events.control import DisaggConfig, PoolConfigured, RouterConfig
 from forebay.events.fleet import WorkerSpec
 from forebay.events.models import ModelCard
 from forebay.events.snapshots import IndexBlocks
 from forebay.ingress.errors import Unusable
 from forebay.ingress.group import NO_PREFILL_WORKER, NO_WORKER
+from forebay.ingress.http.endpoint import Endpoint
 from forebay.ingress.model_cards import read_card
+from forebay.ingress.settings import IngressSettings
 from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import GroupSettings, Owner
+from forebay.live.owner.retention import RetentionLimits
 from forebay.live.owner.start_check import CheckedLog
 from forebay.live.router.standby import Standby
 from forebay.replay.status import GroupStatus, missing_worker, owner_status
-from forebay.transport.base import Leases
+from forebay.transport.base import Leases, LogSync
 from forebay.transport.models import FILE_BYTES_MAX, stored_card
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.workers.engine import Engine, EngineError
@@ -43,6 +51,34 @@ FAILURES_MAX = 5  # in a row of every engine, in at least 15 s, before the syste
 HEALTHY_S = 60.0  # an engine that fails after less time has probably the same problem again
 
 Caches = dict[tuple[str, int], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedSettings:
+    """Settings of `forebay up`.
+
+    Attributes:
+        log: path of the log file; None keeps the log in memory.
+        taints: taints (labels) of each worker by its id.
+        ingress: settings without the block size, which the engines report.
+        log_sync: whether an acknowledged append survives a power loss (`full`), or only the death of the process.
+        console: settings of a console in another process; None for no console.
+    """
+
+    log: Path | None
+    models: tuple[EmbeddedModel, ...]
+    router: RouterConfig
+    policies: CustomPolicies
+    taints: dict[str, tuple[str, ...]]
+    kv_events: bool
+    ingress: IngressSettings
+    endpoint: Endpoint
+    drain_s: float
+    lease_ttl_s: float
+    snapshots: SnapshotOptions
+    log_limits: RetentionLimits
+    log_sync: LogSync = "normal"
+    console: ConsoleSettings | None = None
 
 
 class EngineRestarts:

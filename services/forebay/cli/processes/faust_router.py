@@ -8,8 +8,6 @@ for `--no-router-kv-events`. Importing this module only creates the app. The rou
 """
 
 import asyncio
-import os
-import socket
 
 from forebay.cli.common.cluster import connected
 from forebay.cli.common.cluster_options import LOOPBACK
@@ -17,20 +15,16 @@ from forebay.cli.common.command_class import CliCommand
 from forebay.cli.common.metrics_server import process_registry
 from forebay.cli.common.options import built
 from forebay.cli.common.shutdown import STOP_S
-from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.processes.command import RouterCommand
-from forebay.cli.processes.options import pool_routing_by_model
-from forebay.cli.processes.router_process import start_router, subscribe
+from forebay.cli.processes.router_process import router_settings, sized, start_router, subscribe
 from forebay.live.router.faust_app import Assignments, RouterApp
 from forebay.live.router.faust_feed import Feed
-from forebay.live.router.router import RouterSettings
-from forebay.transport.kafka.topics import count_topics
 
 # As `forebay router` without arguments, so every option has its value from a variable or its default.
 context = CliCommand("router", RouterCommand, "router").make_context("router", [])
 options = built(RouterCommand, context.params)
 cluster = options.addresses.cluster(LOOPBACK, None)
-config = options.router.config()
+settings = router_settings(options)
 assignments = Assignments()
 feed = Feed()
 app = RouterApp(cluster.kafka, feed, assignments.publish)
@@ -40,17 +34,9 @@ app = RouterApp(cluster.kafka, feed, assignments.publish)
 async def route() -> None:
     """Run the router until the app stops it. At its end the router seals the groups that it owns."""
     registry = process_registry()
-    counts = await count_topics(cluster.kafka)
-    settings = RouterSettings(
-        router_id=options.router_id or f"{socket.gethostname()}-{os.getpid()}",
-        partitions=counts.groups,
-        slots_max=min(counts.pools.values(), default=0),
-        config=config,
-        policies=allowed_policies(options.allow_policy, [config.mode]),
-        routing=pool_routing_by_model(options.pool_routing),
-    )
+    sizes = await sized(settings, cluster.kafka)
     async with connected(cluster, registry) as log:
-        router = await start_router(cluster, log, feed, settings, registry)
+        router = await start_router(cluster, log, feed, sizes, registry)
         subscribe(assignments, feed, router)
         running = asyncio.create_task(router.run())
         try:

@@ -4,8 +4,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from forebay.cli.common.admin_token import AdminTokenFileOption, required_token
-from forebay.cli.common.api_key import ApiKeyFileOption, ApiKeysOption, api_keys
+from forebay.cli.common.credentials import (
+    AdminTokenFileOption,
+    ApiKeyFileOption,
+    ApiKeysOption,
+    api_keys,
+    required_token,
+)
 from forebay.cli.common.options import Option
 from forebay.cli.processes.options import names
 from forebay.ingress.errors import Unusable

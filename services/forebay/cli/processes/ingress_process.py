@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from forebay.cli.common.cluster import connected, leases_at, run_service, until_signal
 from forebay.cli.common.cluster_options import Cluster
-from forebay.cli.common.errors import cause_of, explained, fail
+from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.logs import announce
 from forebay.cli.common.metrics_server import process_registry
 from forebay.cli.common.shutdown import STOP_S, stop_notice
@@ -73,25 +73,12 @@ def run_ingress(options: IngressCommand) -> None:
         )
         if directory is None and options.lora:
             fail("--lora requires --model or --model-name, the model of the adapter")
-        policies = tuple(allowed_policies(options.allow_policy))
-        _serve(
-            cluster, options.http.endpoint(options.host, options.port), directory, settings, options.drain_s, policies
-        )
-
-
-def _serve(
-    cluster: Cluster,
-    endpoint: Endpoint,
-    model: Path | None,
-    settings: IngressSettings,
-    drain_s: float,
-    policies: tuple[str, ...],
-) -> None:
-    """Serve until SIGINT or SIGTERM. With `model` None, serve all models of the system."""
-    loaded = None if model is None else Model(model)
-    source = LogSource(kafka=cluster.kafka, policies=policies)
-    with listening(endpoint, settings) as (listener, hosts):
-        run_service(_run(cluster, loaded, settings, listener, endpoint, drain_s, hosts, Explainer(source)))
+        endpoint = options.http.endpoint(options.host, options.port)
+        source = LogSource(kafka=cluster.kafka, policies=tuple(allowed_policies(options.allow_policy)))
+        model = None if directory is None else Model(directory)  # without a model, all models of the system are served
+        with listening(endpoint, settings) as (listener, hosts):
+            explainer = Explainer(source)
+            run_service(_run(cluster, model, settings, listener, endpoint, options.drain_s, hosts, explainer))
 
 
 class _IngressLeases:
@@ -185,7 +172,7 @@ async def _run(
             if model is not None:
                 leases.hold(settings.model_name)
             parts = (
-                served.run(),
+                *(part() for part in served.parts),
                 leases.replaced,
                 serve_http(),
                 _until_draining(api.run(), front.drain),
@@ -202,13 +189,13 @@ class _Served(NamedTuple):
     """What an ingress process serves.
 
     Attributes:
-        run: reads their topics and responses until cancelled.
+        parts: read their topics and responses until cancelled.
         is_known: returns whether all models have an owner, and one of them can be served.
         read_status: returns the status of the only model; None if there can be several.
     """
 
     models: ServedModels
-    run: Callable[[], Coroutine[None, None, None]]
+    parts: tuple[Callable[[], Coroutine[None, None, None]], ...]
     is_known: Callable[[], bool]
     read_status: StatusReader | None
 
@@ -233,10 +220,7 @@ def _one_model(
     async def read_status() -> GroupStatus:
         return with_heartbeats(await derived.read(), heartbeats)
 
-    async def run() -> None:
-        await _together(ingress.run(), ready.run())
-
-    return _Served(OneModel(ingress), run, ready, read_status)
+    return _Served(OneModel(ingress), (ingress.run, ready.run), ready, read_status)
 
 
 async def _all_models(
@@ -248,13 +232,10 @@ async def _all_models(
     catalog = Catalog(front, directory, store, folder, leases.hold)
     registry.register(HeartbeatMetrics(catalog.heartbeats))
 
-    async def run() -> None:
-        await _together(front.run(), catalog.run())
-
     def is_known() -> bool:
         return catalog.why_not_ready() is None and all(one.owner is not None for one in catalog.heartbeats())
 
-    return _Served(catalog, run, is_known, None)
+    return _Served(catalog, (front.run, catalog.run), is_known, None)
 
 
 async def _until_known(served: _Served) -> None:
@@ -267,13 +248,3 @@ async def _until_known(served: _Served) -> None:
         async with asyncio.timeout(OWNER_SILENT_S):
             while not served.is_known():  # noqa: ASYNC110 - heartbeats of several models set no common event
                 await asyncio.sleep(KNOWN_POLL_S)
-
-
-async def _together(*parts: Coroutine[None, None, None]) -> None:
-    """Run coroutines until cancelled, or until one fails. Raises the error of that one."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for part in parts:
-                tasks.create_task(part)
-    except BaseExceptionGroup as error:
-        raise cause_of(error) from None

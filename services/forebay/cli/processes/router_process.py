@@ -4,8 +4,8 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Mapping
 
+import msgspec
 from aiokafka.errors import KafkaError
 from prometheus_client import CollectorRegistry
 
@@ -17,10 +17,7 @@ from forebay.cli.common.metrics_server import process_registry
 from forebay.cli.common.shutdown import CLOSE_S, ending_within
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.processes.command import RouterCommand
-from forebay.cli.processes.options import SnapshotOptions, named, pool_routing_by_model
-from forebay.core.routing.policies import CustomPolicies
-from forebay.events.control import RouterConfig
-from forebay.events.pools import PoolRouting
+from forebay.cli.processes.options import named, pool_routing_by_model
 from forebay.live.router.faust_app import STATE_TOPICS, Assignments, RouterApp
 from forebay.live.router.faust_feed import FaustLog, Feed
 from forebay.live.router.router import ReadinessMetrics, Router, RouterSettings, ready
@@ -40,39 +37,38 @@ LEAVE_S = 10.0  # seconds; Faust's consumer commits and leaves within one second
 def run_router(options: RouterCommand) -> None:
     options.logs.start(quiet=("forebay.live.router.faust_app",))  # Faust logs each part that it starts and stops
     with explained():
-        router = options.router.config()
         cluster = options.addresses.cluster(options.service.metrics_host, options.service.metrics_port)
-        custom = allowed_policies(options.allow_policy, [router.mode])
-        routing = pool_routing_by_model(options.pool_routing)
-        name = named("--id", "router", options.router_id or f"{socket.gethostname()}-{os.getpid()}")
-    run_service(_serve(cluster, name, router, custom, options.snapshots, routing, options.take_over_at_last_snapshot))
+        settings = router_settings(options)
+    run_service(_serve(cluster, settings))
 
 
-async def _serve(
-    cluster: Cluster,
-    router_id: str,
-    config: RouterConfig,
-    policies: CustomPolicies,
-    snapshots: SnapshotOptions,
-    routing: Mapping[str, PoolRouting],
-    accepts_loss: bool,
-) -> None:
-    """Run a router, which owns groups or stands by for them, until SIGINT or SIGTERM.
-
-    With `accepts_loss`, it continues from the newest snapshot of a group whose owner died with other decision rules.
-    """
-    counts = await count_topics(cluster.kafka)
-    settings = RouterSettings(
-        router_id=router_id,
-        partitions=counts.groups,
-        slots_max=min(counts.pools.values(), default=0),
+def router_settings(options: RouterCommand) -> RouterSettings:
+    """Return the settings of a router, before the sizes of its topics are known. Raises Unusable if one is invalid."""
+    config = options.router.config()
+    accepts_loss = options.take_over_at_last_snapshot
+    return RouterSettings(
+        router_id=named("--id", "router", options.router_id or f"{socket.gethostname()}-{os.getpid()}"),
+        partitions=0,
+        slots_max=0,
         config=config,
-        policies=policies,
-        routing=dict(routing),
-        snapshot_every=snapshots.snapshot_every,
-        snapshot_age_s=snapshots.snapshot_age_s,
+        policies=allowed_policies(options.allow_policy, [config.mode]),
+        routing=pool_routing_by_model(options.pool_routing),
+        snapshot_every=options.snapshots.snapshot_every,
+        snapshot_age_s=options.snapshots.snapshot_age_s,
         on_loss=(lambda tail: announce(f"forebay: {tail.text()}")) if accepts_loss else None,
     )
+
+
+async def sized(settings: RouterSettings, kafka: KafkaSettings) -> RouterSettings:
+    """Return the settings with the sizes of the topics. Raises LogError if Kafka lacks a topic."""
+    counts = await count_topics(kafka)
+    slots_max = min(counts.pools.values(), default=0)
+    return msgspec.structs.replace(settings, partitions=counts.groups, slots_max=slots_max)
+
+
+async def _serve(cluster: Cluster, settings: RouterSettings) -> None:
+    """Run a router, which owns groups or stands by for them, until SIGINT or SIGTERM."""
+    settings, router_id = await sized(settings, cluster.kafka), settings.router_id
     registry = process_registry()
     assignments = Assignments()
     feed = Feed()

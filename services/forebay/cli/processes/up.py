@@ -14,11 +14,11 @@ from forebay.cli.console.run import beside
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.processes.command import LogOptions, UpCommand
 from forebay.cli.processes.embedded import run
+from forebay.cli.processes.embedded_group import EmbeddedSettings
 from forebay.cli.processes.engines import mock_connector
 from forebay.cli.processes.options import names, placed_taints
-from forebay.cli.processes.settings import EmbeddedModel, EmbeddedSettings
 from forebay.cli.processes.tier_options import TierOptions
-from forebay.cli.processes.up_models import choose_models
+from forebay.cli.processes.up_models import EmbeddedModel, choose_models
 from forebay.console.settings import ConsoleSettings
 from forebay.events.control import DisaggConfig, Role, RouterConfig
 from forebay.ingress.errors import Unusable

@@ -6,15 +6,15 @@ options and the number of workers per model.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from forebay.cli.common.errors import fail
 from forebay.cli.common.options import Option
-from forebay.cli.processes.engine_options import DEFAULT_POOL, EngineOptions
+from forebay.cli.processes.engine_options import DEFAULT_POOL, EngineOptions, pool_of
 from forebay.cli.processes.options import ModelsOption, PoolRoutingOption, named, pool_routing_by_model, pool_routing_of
-from forebay.cli.processes.settings import EmbeddedModel, WorkerPlace, Workers
 from forebay.cli.processes.tier_options import TierOptions
+from forebay.events.control import Role
 from forebay.events.names import unknown_name
 from forebay.events.pools import PoolRouting
 from forebay.ingress.errors import Unusable
@@ -25,6 +25,64 @@ if TYPE_CHECKING:
 RANKS_MAX = 4_096  # each is an engine of this process, and a candidate of every decision
 MOCK_WORKERS = 4  # enough to show routing; a real engine takes the machine for itself
 OF_ONE_MODEL = ("model_name", "revision", "lora")  # options that several models cannot share
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Number of workers that `forebay up` runs for a model, by role; of aggregated workers, by pool.
+
+    The prompt of a request on a decode worker is computed by that worker or by a prefill worker.
+    """
+
+    aggregated: Mapping[str, int] = field(default_factory=dict)
+    prefill: int = 0
+    decode: int = 0
+
+    @property
+    def count(self) -> int:
+        return sum(self.aggregated.values()) + self.prefill + self.decode
+
+    def places(self, engine: "EngineChoice", used: Counter[str] | None = None) -> "dict[str, WorkerPlace]":
+        """Return the role and the pool of each worker by its id.
+
+        `used` has the number of ids that other models use, by kind. The ids of these workers are added.
+        """
+        used = Counter() if used is None else used
+        label = engine.label.lower()
+        aggregated = [WorkerPlace("aggregated", pool) for pool, count in self.aggregated.items() for _ in range(count)]
+        prefill = [WorkerPlace("prefill", pool_of("prefill"))] * self.prefill
+        decode = [WorkerPlace("decode", pool_of("decode"))] * self.decode
+        kinds = ((label, aggregated), ("prefill", prefill), ("decode", decode))
+        found: dict[str, WorkerPlace] = {}
+        for name, places in kinds:
+            found |= {f"{name}-{used[name] + number}": place for number, place in enumerate(places)}
+            used[name] += len(places)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    role: Role
+    pool: str
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedModel:
+    """One model of `forebay up`, which has a group of its own.
+
+    Attributes:
+        engine: engine of every worker of the model. The ingress serves the model and the adapters of this engine.
+        places: by worker id, which is unique among all models.
+        routing: rules for the choice of pools; None keeps those of the log.
+    """
+
+    engine: "EngineChoice"
+    places: dict[str, WorkerPlace]
+    routing: PoolRouting | None
+
+    @property
+    def name(self) -> str:
+        return self.engine.settings.model_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 from urllib.parse import urlsplit
 
+from forebay.cli.common.credentials import FILE_BYTES_MAX, read_text
 from forebay.cli.common.options import Option
 from forebay.ingress.errors import Unusable
 
@@ -85,11 +86,7 @@ class UpstreamOptions:
         file = self.upstream_api_key_file
         if file is None:
             return ""
-        try:
-            key = file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            raise Unusable(f"cannot read --upstream-api-key-file {file}: {reason}") from error
+        key = read_text(f"--upstream-api-key-file {file}", file, FILE_BYTES_MAX).strip()
         if not key or not all("!" <= character <= "~" for character in key):
             raise Unusable(f"--upstream-api-key-file {file}: expected one key of visible ASCII characters")
         return key

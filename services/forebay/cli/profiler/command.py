@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from forebay.cli.common.api_key import ClientKeyOption
+from forebay.cli.common.credentials import ClientKeyOption
 from forebay.cli.common.options import Option
 from forebay.cli.profiler.profile_file import ProfiledRole
 

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import uvloop
 
-from forebay.cli.common.api_key import client_headers
+from forebay.cli.common.credentials import client_headers
 from forebay.cli.common.errors import BROKEN, complain, explained, fail
 from forebay.cli.common.extras import require_extra
 from forebay.cli.common.failures import advice, status_failure

@@ -40,21 +40,8 @@ class SimulateCommand:
 
     RUN: ClassVar = "simulate.run:run_simulate"
     BASIC: ClassVar = (
-        "workers",
-        "file",
-        "engine_profile",
-        "kv_blocks",
-        "block_size",
-        "policies",
-        "slo",
-        "attain",
-        "speed",
-        "duration_s",
-        "requests",
-        "against",
-        "report",
-        "seed",
-        "json",
+        "workers file engine_profile kv_blocks block_size policies slo attain speed duration_s requests "
+        "against report seed json"
     )
 
     fleet: FleetOptions

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from forebay.cli.common.api_key import VARIABLE
+from forebay.cli.common.credentials import API_KEY_VARIABLE
 from forebay.cli.common.failures import Failure, FailureCounts, advice, status_failure
 from forebay.cli.trace.pace import Pace
 from forebay.cli.trace.stream import StreamedResponse, streaming_body
@@ -126,7 +126,7 @@ async def _model(client: httpx.AsyncClient, urls: list[str]) -> str:
         text = f"no response from {' or '.join(urls)} ({error!r}); {advice(error)}"
         raise NoSystem(text) from error
     if response.status_code == httpx.codes.UNAUTHORIZED:
-        raise NoSystem(f"{urls[0]}: the API key is missing or wrong; set {VARIABLE} or --api-key")
+        raise NoSystem(f"{urls[0]}: the API key is missing or wrong; set {API_KEY_VARIABLE} or --api-key")
     if response.status_code != httpx.codes.OK:
         failure = status_failure(response.status_code, response.content)
         raise NoSystem(f"{urls[0]}/v1/models: got {failure.kind}: {failure.text}; check --url")

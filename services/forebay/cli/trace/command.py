@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from forebay.cli.common.api_key import ClientKeyOption
+from forebay.cli.common.credentials import ClientKeyOption
 from forebay.cli.common.options import Argument, Option
 
 URL = "http://127.0.0.1:8000"

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import uvloop
 
-from forebay.cli.common.api_key import client_headers
+from forebay.cli.common.credentials import client_headers
 from forebay.cli.common.errors import complain, explained, fail
 from forebay.cli.common.survey import print_survey
 from forebay.cli.common.terminal import counting_bar, results, table

@@ -1,7 +1,11 @@
-"""`forebay planner supervise`: executes the planner's decisions with local processes or with Kubernetes."""
+"""Services of `forebay planner`: `run` decides the sizes of pools, `supervise` executes its decisions.
+
+Decisions are executed with local processes or with Kubernetes.
+"""
 
 import os
 import shutil
+import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -17,14 +21,19 @@ from forebay.cli.common.errors import explained
 from forebay.cli.common.extras import require_extra
 from forebay.cli.common.logs import announce
 from forebay.cli.common.metrics_server import process_registry
-from forebay.cli.planner.command import PlannerSuperviseCommand
-from forebay.cli.planner.planner_file import pool_tables, read_toml, require_known
+from forebay.cli.planner.command import PlannerRunCommand, PlannerSuperviseCommand
+from forebay.cli.planner.planner_file import PlannerFile, pool_tables, read_planner_file, read_toml, require_known
+from forebay.cli.processes.options import named
 from forebay.core.scaling.state import PoolKey
 from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable
 from forebay.live.planner.actuator import ActuatorService
+from forebay.live.planner.observer import PoolObserver
+from forebay.live.planner.planner import Planner, PlannerMetrics
 from forebay.planner.actuators.processes import KILL_AFTER_S, ProcessActuator, ProcessPool, SupervisorMetrics
 from forebay.planner.actuators.worker_directory import DirectoryUnusable, WorkerDirectory
+from forebay.planner.predictors import predictor
+from forebay.planner.simulation import simulator
 from forebay.transport.kafka.topics import count_topics
 
 if TYPE_CHECKING:  # imports the client of Kubernetes, an extra
@@ -117,7 +126,36 @@ def _object(table: KubernetesTable) -> tuple[PodSetKind, str, str]:
     return kind, namespace, own
 
 
-# --- the service ------------------------------------------------------------------------------------------------------
+# --- the services -----------------------------------------------------------------------------------------------------
+
+
+def run_planner(options: PlannerRunCommand) -> None:
+    options.logs.start()
+    with explained():
+        read = read_planner_file(options.file)
+        name = named("--id", "planner", options.planner_id or f"{socket.gethostname()}-{os.getpid()}")
+        cluster = Cluster(options.kafka.settings(), "", options.service.metrics_host, options.service.metrics_port)
+    run_service(_plan(cluster, name, read))
+
+
+async def _plan(cluster: Cluster, name: str, read: PlannerFile) -> None:
+    """Plan, or stand by, until SIGINT or SIGTERM."""
+    settings = read.settings
+    await count_topics(cluster.kafka)  # reports a missing topic, for which the client would wait
+    registry = process_registry()
+    async with connected(cluster, registry) as log:
+        observer = PoolObserver(log, settings.pools)
+        simulate = simulator(settings, read.engines) if settings.method == "simulate" else None
+        planner = Planner(log, name, settings, observer, predictor(settings.predictor), simulate)
+        registry.register(PlannerMetrics(planner))
+        pools = ", ".join(f"{pool.group}/{pool.pool}" for pool in settings.pools)
+        announce(f"forebay: planner {name} plans {pools} every {settings.interval_s:g} s, or stands by")
+
+        async def stop() -> None:
+            planner.stop()
+
+        await until_signal(planner.run(), observer.run(), stop=stop)
+        announce(f"forebay: planner {name} ended")
 
 
 def run_supervise(options: PlannerSuperviseCommand) -> None:
