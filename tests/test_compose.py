@@ -107,7 +107,7 @@ def test_prometheus_scrapes_existing_services() -> None:
 def test_the_dashboard_uses_existing_metrics() -> None:
     sources = [path for root in ("streams", "services") for path in (ROOT / root).rglob("*.py")]
     text = "\n".join(path.read_text() for path in sources)
-    # The metrics of disaggregation and of tiers are checked in tests/cli/test_up_pools.py and test_up_tiers.py.
+    # The metrics of disaggregation and of tiers are checked in tests/cli/test_up_pools.py and test_up.py.
     shown = (query for row, found in queries().items() if row not in (APART, TIERS) for query in found)
     names = set().union(*map(metrics, shown))
     # Tables of metrics name them without the prefix of their service.
