@@ -29,9 +29,9 @@ from tests.transport.test_redis_leases import (  # noqa: F401
     test_deadlines_without_a_lease_are_swept,
     test_everything_in_redis_expires_well_after_its_deadline,
     test_leases_are_polled_in_worker_order_within_their_group,
-    test_namespaces_are_separate,
     test_renewing_extends_the_lease_and_updates_its_ttl,
     test_scripts_are_loaded_again_after_a_server_loses_them,
+    test_stores_namespaces_and_kinds_of_holders_are_separate,
     test_threads_can_renew_while_another_thread_polls,
 )
 
