@@ -296,6 +296,15 @@ def test_a_rejected_request_goes_to_each_other_worker_once_and_then_its_client_g
     assert len(drive.world.requests) == 0
 
 
+def test_a_rejected_request_does_not_return_to_the_worker_that_has_its_prompt_cached() -> None:
+    drive = assumed_fleet(*WORKERS)
+    cached = ask_long(drive, "known")
+    finish(drive, cached)
+    first = ask_long(drive, "r")
+    assert first.worker_id == cached.worker_id
+    assert reject(drive, first).worker_id != cached.worker_id
+
+
 def test_the_number_of_attempts_is_bounded() -> None:
     drive = assumed_fleet("a", "b", "c", "d", "e")
     last = ask_long(drive, "r")
