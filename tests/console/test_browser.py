@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from forebay.replay.at_time import seek_time
+from forebay.replay.at import seek_time
 from forebay.replay.moment import Moment
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.logs import invoke

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from forebay.replay.at_time import seek_record, seek_time
+from forebay.replay.at import seek_record, seek_time
 from forebay.replay.explain.explain import explain
 from forebay.replay.status import read_status
 from forebay.transport.sqlite.log import SqliteLog

@@ -13,11 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from forebay.console import feed
-from forebay.console.feed import StateFeed
+from forebay.console.console import StateFeed
 from forebay.events.topics import DECISIONS as JOURNAL
 from forebay.ingress.errors import ApiError
-from forebay.replay.at_time import seek_record
+from forebay.replay.at import seek_record
 from forebay.replay.catalog.facts import CatalogState
 from forebay.replay.catalog.store import Store
 from forebay.transport.base import Draft
@@ -177,7 +176,7 @@ async def test_too_many_pages_are_rejected_before_their_streams_begin(monkeypatc
     async def read() -> CatalogState:
         return state
 
-    monkeypatch.setattr(feed, "CLIENTS_MAX", 1)
+    monkeypatch.setattr("forebay.console.console.CLIENTS_MAX", 1)
     pages = StateFeed(read)
     first = pages.stream()
     assert (await anext(first)).startswith(b"event: state\n")

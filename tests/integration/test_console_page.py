@@ -20,7 +20,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 from forebay.events.control import PolicySet, WorkerCommanded
 from forebay.events.scaling import PoolSizeSet
 from forebay.events.topics import CONTROL, SCALING, Topic
-from forebay.replay.at_time import seek_time
+from forebay.replay.at import seek_time
 from forebay.replay.moment import Moment
 from forebay.replay.read_only import ReadOnlyLog
 from forebay.transport.base import Log, Record

@@ -28,9 +28,8 @@ from forebay.events.progress import FirstTokenEmitted, RequestProgress
 from forebay.events.topics import DECISIONS
 from forebay.events.versions import EVENTS_VERSION
 from forebay.replay.diff.comparison import Comparison, RequestDecision
-from forebay.replay.diff.diff import diff
+from forebay.replay.diff.diff import diff, span_of
 from forebay.replay.diff.report import DiffReport, MovedRequest
-from forebay.replay.diff.span import span_of
 from forebay.replay.diff.tally import (
     INTERVAL_FIRST_US,
     INTERVALS_MAX,

@@ -15,9 +15,8 @@ from forebay.events.codec import decode, encode
 from forebay.events.decisions import RequestRouted, SnapshotTaken
 from forebay.events.topics import DECISIONS
 from forebay.replay.at import seek
-from forebay.replay.diff.diff import diff
+from forebay.replay.diff.diff import EmptySpan, diff, span_of
 from forebay.replay.diff.report import DiffReport
-from forebay.replay.diff.span import EmptySpan, span_of
 from forebay.replay.record.slice import Window
 from forebay.replay.walk import Start, oldest
 from forebay.transport.base import LogError

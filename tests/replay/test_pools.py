@@ -6,8 +6,8 @@ import pytest
 
 from forebay.events.pools import PoolRouting
 from forebay.events.requests import RoutingHints
+from forebay.replay.diff.counterfactual_world import OtherPoolRules
 from forebay.replay.diff.diff import diff
-from forebay.replay.diff.other_rules import OtherPoolRules
 from forebay.replay.observed import observe_history
 from forebay.replay.status import read_status
 from forebay.replay.verify.verify import verify

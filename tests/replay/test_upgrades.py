@@ -19,8 +19,7 @@ from forebay.events.codec import decode, encode
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import Advanced, OwnerClaimed, RequestRouted, Sealed
 from forebay.events.topics import DECISIONS
-from forebay.replay.at import seek
-from forebay.replay.at_time import last_time, seek_record, seek_time
+from forebay.replay.at import last_time, seek, seek_record, seek_time
 from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog.contents import SCHEMAS, new_observers
 from forebay.replay.catalog.facts import Marker, RequestRow
@@ -30,8 +29,7 @@ from forebay.replay.catalog.markers import markers
 from forebay.replay.catalog.requests import requests
 from forebay.replay.catalog.seek import CatalogStates, catalog_explanation, catalog_position
 from forebay.replay.catalog.store import Store
-from forebay.replay.diff.diff import diff
-from forebay.replay.diff.span import EmptySpan, span_of
+from forebay.replay.diff.diff import EmptySpan, diff, span_of
 from forebay.replay.explain.explain import explain
 from forebay.replay.spans import OtherSpan
 from forebay.replay.status import GroupStatus, read_status

@@ -8,30 +8,129 @@ None of them writes to the log.
 
 import asyncio
 import logging
+import sqlite3
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import closing
 from importlib.metadata import version
+from typing import TypeVar
 
 import msgspec
 
-from forebay.console.catalog_reader import CatalogReader
-from forebay.console.feed import StateFeed
+from forebay import runtime
 from forebay.console.jobs import WhatIfJobs
 from forebay.console.messages import ReadStatus
 from forebay.console.settings import ConsoleSettings, SourceKind
 from forebay.core.routing.policies import BUILT_IN
 from forebay.events.names import unknown_name
 from forebay.ingress.child_process import ChildProcess, SharedChild
-from forebay.ingress.errors import invalid
+from forebay.ingress.errors import ApiError, invalid
 from forebay.replay.catalog import series
 from forebay.replay.catalog.facts import CatalogState, WorkerActivity
+from forebay.replay.catalog.live import read_live
+from forebay.replay.catalog.store import CatalogError, Store
 from forebay.replay.status import GroupStatus
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
+READ_EVERY_S = 0.25  # at most four updates per second, which people can still follow
+REPEAT_AFTER_S = 5.0  # so that a client notices a lost connection
+CLIENTS_MAX = 64
 READER = "forebay.console.reader_process"
 INDEXER = "forebay.console.indexer_process"
 LIMIT_S = 60.0  # a comparison derives two moments; without a checkpoint nearby, each takes seconds
 HINT = "the commands `forebay replay at`, `explain` and `diff` have no time limit"
 INDEXER_AGAIN_S = 2.0  # pause before a new indexer, so that a permanent failure costs little
+NOTHING = CatalogState(
+    begin_us=0, end_us=0, begin_offset=0, end_offset=0, log_end_offset=0, behind_s=0.0, is_complete=False
+)
+
+
+class StateFeed:
+    """Reads the state of a catalog regularly, and streams it to clients."""
+
+    def __init__(self, read: Callable[[], Awaitable[CatalogState]]) -> None:
+        self._read = read
+        self._state: CatalogState | None = None
+        self._changed = asyncio.Event()
+        self._clients = 0
+
+    async def run(self) -> None:
+        while True:
+            if self._clients:
+                state = await self._read()
+                if state != self._state:
+                    self._state = state
+                    self._changed.set()
+                    self._changed = asyncio.Event()
+            await asyncio.sleep(READ_EVERY_S)
+
+    def stream(self) -> AsyncGenerator[bytes]:
+        """Return the events of `text/event-stream`, until the client disconnects. Raises ApiError (503)."""
+        # Not in the generator, which runs only after the status of the response was sent.
+        if self._clients >= CLIENTS_MAX:
+            raise ApiError(503, "too_many_clients", f"{CLIENTS_MAX} pages are already open; close one of them")
+        return self._events()
+
+    async def _events(self) -> AsyncGenerator[bytes]:
+        self._clients += 1
+        try:
+            self._state = await self._read()
+            shown: CatalogState | None = None
+            due_s = 0.0
+            while True:
+                if self._state != shown or runtime.monotonic_s() >= due_s:
+                    shown = self._state
+                    due_s = runtime.monotonic_s() + REPEAT_AFTER_S
+                    yield b"event: state\ndata: " + msgspec.json.encode(shown) + b"\n\n"
+                changed = self._changed
+                try:
+                    async with asyncio.timeout(REPEAT_AFTER_S):
+                        await changed.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            self._clients -= 1
+
+
+class CatalogReader:
+    """Queries of the catalog. `failure` says why the indexer stopped; empty while it follows the log."""
+
+    def __init__(self, settings: ConsoleSettings) -> None:
+        self.failure = ""
+        self._path = settings.catalog_path
+        self._lock = asyncio.Lock()
+
+    async def state(self) -> CatalogState:
+        """Return how far the catalog has followed the log.
+
+        A catalog that cannot be read is about to be built, unless the indexer has failed, which is part of the result.
+        """
+        try:
+            live = await self.query(read_live)
+        except ApiError:
+            live = None
+        state = NOTHING if live is None else live[0]
+        return msgspec.structs.replace(state, error=self.failure) if self.failure else state
+
+    async def live_status(self) -> bytes | None:
+        """Return the newest `GroupStatus` as JSON; None if there is none yet. Raises ApiError."""
+        live = await self.query(read_live)
+        return None if live is None else live[1] or None
+
+    async def query(self, query: Callable[[Store], T]) -> T:
+        """Return the result of a query. Raises ApiError if the catalog cannot be read."""
+        async with self._lock:
+            try:
+                return await runtime.offload(self._run, query)
+            except (CatalogError, sqlite3.Error) as error:
+                raise ApiError(503, "catalog_unavailable", self.failure or str(error)) from error
+
+    def _run(self, query: Callable[[Store], T]) -> T:
+        if not self._path.exists():
+            raise CatalogError("the console has only begun to read the log; try again in a second")
+        with closing(Store.read(self._path)) as store:  # opened anew, because the indexer may replace the file
+            return query(store)
 
 
 class ConsoleInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,8 +28,7 @@ from forebay.events.request_ids import aliases_of
 from forebay.events.topics import DECISIONS, INPUTS
 from forebay.ingress.child_process import ChildConnection, ChildResponse
 from forebay.ingress.explain_worker import LogSource, opened_log
-from forebay.replay.at import NoSuchRecord, Position
-from forebay.replay.at_time import last_time
+from forebay.replay.at import NoSuchRecord, Position, last_time
 from forebay.replay.catalog import requests
 from forebay.replay.catalog.seek import catalog_explanation, catalog_position
 from forebay.replay.catalog.store import CatalogError, Store

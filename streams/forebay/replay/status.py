@@ -5,7 +5,7 @@ docs/status.md describes it. A later version may add fields. It changes the mean
 `VERSION`.
 
 A process with the owner reads the owner's world. Every other process derives the world from the log, with the events
-after the newest decision that lead to no other one: see `forebay.replay.at_time`.
+after the newest decision that lead to no other one: see `forebay.replay.at`.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from forebay.core.state.fleet import FleetWorker, WorkerPhase
 from forebay.core.world import World
 from forebay.events.control import PoolConfigured
 from forebay.events.topics import DECISIONS, INPUTS
-from forebay.replay.at_time import last_time, seek_time
+from forebay.replay.at import last_time, seek_time
 from forebay.replay.moment import Fact, RankFacts, ranks_of
 from forebay.transport.base import Log
 from forebay.transport.heartbeats import OwnerPresence

@@ -26,8 +26,7 @@ from forebay.events.scaling import PlannerPaused, PoolDecision, PoolSizeSet, Sca
 from forebay.events.topics import SCALING
 from forebay.replay.catalog.contents import ContentsObserver
 from forebay.replay.catalog.facts import Marker
-from forebay.replay.catalog.markers import add_markers, markers
-from forebay.replay.catalog.scaling_markers import add_scaling_markers
+from forebay.replay.catalog.markers import add_markers, add_scaling_markers, markers
 from forebay.replay.catalog.store import Store
 from forebay.transport.base import Draft
 from forebay.transport.history.groups import groups_of

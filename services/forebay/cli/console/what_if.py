@@ -18,8 +18,8 @@ from forebay.console.settings import ConsoleSettings
 from forebay.ingress.child_process import ChildConnection
 from forebay.ingress.errors import Unusable
 from forebay.ingress.explain_worker import opened_log
+from forebay.replay.diff.diff import span_of
 from forebay.replay.diff.report import DiffReport
-from forebay.replay.diff.span import span_of
 from forebay.transport.base import LogError
 
 

@@ -12,7 +12,7 @@ from forebay.ingress.errors import Unusable
 from forebay.simulate.pool_routing_file import PoolRoutingUnusable, read_pool_routing
 
 if TYPE_CHECKING:
-    from forebay.replay.diff.other_rules import OtherPoolRules
+    from forebay.replay.diff.counterfactual_world import OtherPoolRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class PoolRuleOptions:
 
     def rules(self) -> "OtherPoolRules":
         """Return the rules that replace recorded rules. Raises Unusable if the file is invalid."""
-        from forebay.replay.diff.other_rules import OtherPoolRules  # noqa: PLC0415 - --help does not wait for a router
+        from forebay.replay.diff.counterfactual_world import OtherPoolRules  # noqa: PLC0415 - --help does not wait for a router
 
         try:
             routing = {} if self.pool_routing is None else read_pool_routing(self.pool_routing)

@@ -20,8 +20,7 @@ from forebay.cli.replay.command import AtCommand
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.control import QueueConfig
 from forebay.events.decisions import JournalRecord, RequestRouted
-from forebay.replay.at import JournalDiverged, Position
-from forebay.replay.at_time import last_time, seek_record, seek_time
+from forebay.replay.at import JournalDiverged, Position, last_time, seek_record, seek_time
 from forebay.replay.moment import LossFacts, Moment, PoolFacts, RankFacts, RequestFacts
 from forebay.transport.base import Log
 from forebay.transport.recording.manifest import utc

@@ -19,10 +19,9 @@ from forebay.cli.replay.command import DIFF_CHECKS, DiffCommand
 from forebay.cli.replay.diff_view import show
 from forebay.cli.replay.verify import shown_progress
 from forebay.core.routing.policies import CustomPolicies
-from forebay.replay.diff.diff import diff
-from forebay.replay.diff.other_rules import OtherPoolRules
+from forebay.replay.diff.counterfactual_world import OtherPoolRules
+from forebay.replay.diff.diff import Span, diff, span_of
 from forebay.replay.diff.report import DiffReport
-from forebay.replay.diff.span import Span, span_of
 from forebay.replay.verify.verify import OnProgress
 from forebay.transport.base import Log
 from forebay.transport.history.groups import pools_of

@@ -24,9 +24,7 @@ from forebay.events.decisions import CostTerms
 from forebay.events.topics import DECISIONS
 from forebay.replay.checks import UNKNOWN_EVENTS, UNVERIFIED
 from forebay.replay.scaling.journal import ScalingVerification, has_scaling
-from forebay.replay.verify.cost_tables import CostTableRow, CostTables
-from forebay.replay.verify.divergence import DivergenceReport
-from forebay.replay.verify.suspects import EventSummary
+from forebay.replay.verify.divergence import CostTableRow, CostTables, DivergenceReport, EventSummary
 from forebay.replay.verify.verify import OnProgress, VerifyReport, include_scaling, verify
 from forebay.transport.history.groups import groups_of
 from forebay.transport.history.release import rules_text

@@ -36,8 +36,7 @@ from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, PROGRESS, REQUESTS
 from forebay.replay.catalog import checkpoints, gaps, markers, series
 from forebay.replay.catalog.catalog_request import COLUMNS, CatalogRequest, Row
-from forebay.replay.catalog.marker_text import SettingsEvent
-from forebay.replay.catalog.markers import MarkerRecorder
+from forebay.replay.catalog.markers import MarkerRecorder, SettingsEvent
 from forebay.replay.catalog.mentions import MentionTable
 from forebay.replay.catalog.observer import CatalogObserver
 from forebay.replay.catalog.series import MetricRecorder

@@ -19,10 +19,10 @@ from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.step import InputEvent
 from forebay.core.world import World
 from forebay.events.topics import INPUTS, KV_EVENTS, METRICS
-from forebay.replay.at_time import apply_unrecorded
+from forebay.replay.at import apply_unrecorded
 from forebay.replay.catalog.facts import CatalogState
 from forebay.replay.catalog.follow import PAUSE_S, Follower
-from forebay.replay.catalog.scaling_markers import add_scaling_markers
+from forebay.replay.catalog.markers import add_scaling_markers
 from forebay.replay.catalog.store import Store
 from forebay.replay.status import GroupStatus, build_status
 from forebay.transport.base import Log, LogError

@@ -1,8 +1,7 @@
 """Derive moments and explanations of a group, beginning at the nearest checkpoint of its catalog."""
 
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
-from forebay.replay.at import Position
-from forebay.replay.at_time import seek_record, seek_time
+from forebay.replay.at import Position, seek_record, seek_time
 from forebay.replay.catalog import checkpoints, gaps
 from forebay.replay.catalog.mentions import find_mentions
 from forebay.replay.catalog.store import Store

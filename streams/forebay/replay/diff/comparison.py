@@ -30,10 +30,16 @@ from forebay.events.decisions import (
 )
 from forebay.events.fleet import WorkerJoined
 from forebay.events.progress import RequestFailed, RequestFinished
-from forebay.replay.diff.counterfactual_world import DISAGG, CounterfactualWorld, Named, PlacementHits, names_nothing
-from forebay.replay.diff.notes import notes
-from forebay.replay.diff.other_rules import RECORDED_RULES, OtherPoolRules
-from forebay.replay.diff.report import DecisionOutcome, DiffReport, Fork, MovedRequest, ProgressOutcome
+from forebay.replay.diff.counterfactual_world import (
+    DISAGG,
+    RECORDED_RULES,
+    CounterfactualWorld,
+    Named,
+    OtherPoolRules,
+    PlacementHits,
+    names_nothing,
+)
+from forebay.replay.diff.report import DecisionOutcome, DiffReport, Fork, MovedRequest, ProgressOutcome, notes
 from forebay.replay.diff.tally import PairTally, Series, WorldTally, blocks_of, ranks
 from forebay.replay.walk import Walk
 

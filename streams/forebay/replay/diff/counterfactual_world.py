@@ -9,7 +9,8 @@ workers would have cached other blocks, which this model does not show.
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 import msgspec
@@ -33,7 +34,7 @@ from forebay.events.control import (
     PoolConfigured,
 )
 from forebay.events.decisions import RequestAborted, RequestRejected, RequestRouted, Stage
-from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
+from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRouting, PoolRoutingConfigured
 from forebay.events.progress import (
     FirstTokenEmitted,
     PrefillFailed,
@@ -45,7 +46,41 @@ from forebay.events.progress import (
     TransferFailed,
 )
 from forebay.events.transfer import LEASE_US_MAX, Prefilled
-from forebay.replay.diff.other_rules import RECORDED_RULES, OtherPoolRules
+
+
+@dataclass(frozen=True, slots=True)
+class OtherPoolRules:
+    """Rules that replace recorded rules. Drains stay as recorded.
+
+    `routing` replaces all recorded grids of its models. A model without an entry keeps its recorded grids.
+    """
+
+    routing: Mapping[str, PoolRouting] = field(default_factory=dict)
+    without_canaries: bool = False
+
+    @property
+    def are_given(self) -> bool:
+        return bool(self.routing) or self.without_canaries
+
+    def of(self, event: PoolEvent) -> PoolEvent:
+        match event:
+            case PoolRoutingConfigured(model=model) if model in self.routing:
+                return msgspec.structs.replace(event, routing=self.routing[model])
+            case PoolCanarySet() if self.without_canaries:
+                return msgspec.structs.replace(event, base="", share=0.0)
+            case _:
+                return event
+
+    def at_start(self, world: World) -> Iterator[PoolEvent]:
+        for model, routing in sorted(self.routing.items()):
+            if routing != world.registry.routing_of(model):
+                yield PoolRoutingConfigured(model=model, routing=routing)
+        for canary in world.registry.all_canaries if self.without_canaries else ():
+            yield self.of(canary)
+
+
+RECORDED_RULES = OtherPoolRules()
+
 
 OperatorEvent = PoolConfigured | PoolEvent | BusyThresholdsSet | DisaggregationSet | PolicySet
 Named = Callable[

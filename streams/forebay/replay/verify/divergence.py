@@ -5,20 +5,285 @@ needs for a later report does not grow with the length of the walk.
 """
 
 from collections import deque
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 
 from forebay.core.rederive import Divergence
+from forebay.core.routing.cost import CostTable
 from forebay.core.routing.plan import Plan
-from forebay.core.step import CLOCK
-from forebay.events.decisions import Advanced, JournalRecord, OwnerClaimed, RequestRouted, RouteAnswered
-from forebay.events.topics import INPUTS
-from forebay.replay.verify.cost_tables import CostTables, digest_of, tables
-from forebay.replay.verify.suspects import EventSummary, Suspicion, summarize, suspicion_of
+from forebay.core.step import CLOCK, InputEvent
+from forebay.events.base import U64_BYTES, array_u64, hex_digest
+from forebay.events.decisions import (
+    Advanced,
+    CostTerms,
+    JournalRecord,
+    OwnerClaimed,
+    RequestRouted,
+    RouteAnswered,
+    ScoredCandidate,
+)
+from forebay.events.kv import BlocksRemoved, BlocksStored, KvEvent, StoreKvEvent
+from forebay.events.progress import ProgressEvent
+from forebay.events.topics import CONTROL, FLEET, INPUTS, KV_EVENTS, PROGRESS, Topic
 from forebay.replay.walk import Step, Walk
 from forebay.transport.base import Log
+from forebay.transport.history.reader import decode_or_none, records_of
+from forebay.transport.readable import HEX_FIELDS
+
+WINNER, RUNNER_UP = "winner", "runner-up"
+
+
+class CostTableRow(msgspec.Struct, kw_only=True):
+    """One candidate in the derived or the recorded cost table. A place is `winner`, `runner-up` or empty."""
+
+    worker_id: str
+    rank: int
+    derived: CostTerms | None
+    recorded: CostTerms | None
+    place: str = ""
+    recorded_place: str = ""
+    differs: tuple[str, ...] = ()
+
+
+class CostTables(msgspec.Struct, kw_only=True):
+    """The derived and the recorded cost table of a decision.
+
+    Attributes:
+        digest: digest over every term of every derived candidate.
+        comparable: whether the recorded decision is about the same request. Otherwise there are no recorded terms.
+        recorded_in_full: whether the journal holds the terms of every recorded candidate.
+    """
+
+    request_id: str
+    pool: str
+    mode: str
+    digest: str
+    rows: list[CostTableRow]
+    comparable: bool
+    recorded_in_full: bool
+    recorded_digest: str | None
+    recorded_candidates: int | None
+
+
+def tables(plan: Plan, record: JournalRecord) -> CostTables:
+    derived, request_id = plan.table, plan.request.request_id
+    next_best = plan.runner_up()
+    second = None if next_best is None else (next_best.worker_id, next_best.rank)
+    rows: dict[tuple[str, int], CostTableRow] = {}
+    for at in range(len(derived.costs)):
+        one = derived.candidate(at)
+        key = one.worker_id, one.rank
+        place = WINNER if at == plan.at else RUNNER_UP if key == second else ""
+        rows[key] = CostTableRow(worker_id=key[0], rank=key[1], derived=one.terms, recorded=None, place=place)
+    about = record if isinstance(record, RequestRouted | RouteAnswered) and record.request_id == request_id else None
+    for place, known in () if about is None else _recorded(about):
+        row = rows.setdefault(
+            (known.worker_id, known.rank),
+            CostTableRow(worker_id=known.worker_id, rank=known.rank, derived=None, recorded=None),
+        )
+        row.recorded = known.terms
+        row.recorded_place = place or row.recorded_place
+        row.differs = _differing(row.derived, known.terms)
+    return CostTables(
+        request_id=request_id,
+        pool=plan.pool.pool,
+        mode=plan.config.mode,
+        digest=digest_of(derived),
+        rows=list(rows.values()),
+        comparable=about is not None,
+        recorded_in_full=isinstance(about, RouteAnswered),
+        recorded_digest=None if about is None else about.table_digest,
+        recorded_candidates=None if about is None else _candidates(about),
+    )
+
+
+def digest_of(table: CostTable) -> str:
+    return hex_digest(table.digest())
+
+
+def _recorded(record: RequestRouted | RouteAnswered) -> Iterator[tuple[str, ScoredCandidate]]:
+    """Yield the recorded candidates of a decision, each with its place (`winner`, `runner-up` or empty)."""
+    if isinstance(record, RequestRouted):
+        yield WINNER, ScoredCandidate(worker_id=record.worker_id, rank=record.rank, terms=record.terms)
+        if record.runner_up is not None:
+            yield RUNNER_UP, record.runner_up
+        return
+    for one in record.candidates:
+        yield "", one
+    if record.choice is not None:
+        yield WINNER, record.choice
+
+
+def _candidates(record: RequestRouted | RouteAnswered) -> int:
+    return record.candidates if isinstance(record, RequestRouted) else len(record.candidates)
+
+
+def _differing(derived: CostTerms | None, recorded: CostTerms) -> tuple[str, ...]:
+    if derived is None:
+        return ()
+    return tuple(name for name in recorded.__struct_fields__ if getattr(derived, name) != getattr(recorded, name))
+
+
+LIKELY_SHOWN, SHOWN = 15, 20  # events about the prompt's blocks, and all events
+SCANNED_MAX = 100_000  # records per topic; a digest is journaled at least every thousand decisions
+OVERLAP_TERMS = frozenset({"device_overlap", "host_overlap", "disk_overlap", "store_overlap"})
+LOAD_TERMS = frozenset({"prefill_blocks", "decode_blocks", "active_requests"})
+OMITTED = frozenset({"at_us", "token_ids", "nonce", "reply_slot", "reply_from"})  # fields that change no decision
+
+
+class EventSummary(msgspec.Struct, kw_only=True):
+    """One input event in a report. `type` is its wire tag, or `undecodable`; `offset` is None for a clock tick."""
+
+    topic: str
+    offset: int | None
+    type: str
+    text: str
+    now_us: int | None = None
+
+
+class Suspicion(msgspec.Struct, kw_only=True):
+    """Events that may be the cause of a divergence.
+
+    `others` are the newest suspected events that are not about blocks of the prompt, or whose block hashes were
+    changed.
+    """
+
+    why: str
+    likely: list[EventSummary]
+    others: list[EventSummary]
+    more: int
+
+
+class _Wanted(NamedTuple):
+    why: str
+    topics: tuple[Topic, ...]
+    admits: Callable[[InputEvent | None], bool]
+
+
+async def suspicion_of(
+    log: Log,
+    partition: int,
+    records: tuple[JournalRecord, JournalRecord | None],
+    table: CostTables | None,
+    blocks: frozenset[int],
+    since: Mapping[str, tuple[int, int]],
+) -> Suspicion | None:
+    """Return the events that may be the cause of a divergence; None if any event may be the cause.
+
+    `table` is None if no routing decision was derived. `since` has the offset range to examine, by topic.
+    """
+    wanted = _wanted(records, table, blocks)
+    if wanted is None:
+        return None
+    likely: deque[EventSummary] = deque(maxlen=LIKELY_SHOWN)
+    others: deque[EventSummary] = deque(maxlen=SHOWN)
+    count = 0
+    for topic in wanted.topics:
+        first, end = since.get(topic.name, (0, 0))
+        async for record in records_of(log, topic, partition, max(first, end - SCANNED_MAX), end):
+            event = decode_or_none(topic, record.value)
+            if wanted.admits(event):
+                count += 1
+                of_prompt = _of_prompt(event, blocks)
+                summary = summarize(topic.name, record.offset, event)
+                summary.text += f"; {of_prompt} of this prompt" if of_prompt else ""
+                (likely if of_prompt else others).append(summary)
+    shown = list(others)[-(SHOWN - len(likely)) :]
+    return Suspicion(why=wanted.why, likely=list(likely), others=shown, more=count - len(likely) - len(shown))
+
+
+def summarize(topic: str, offset: int, event: InputEvent | None, now_us: int | None = None) -> EventSummary:
+    if event is None:
+        tag, text = "undecodable", "a record that did not decode and had no effect"
+    else:
+        tag, text = str(type(event).__struct_config__.tag), ", ".join(_changed_fields(event))
+    if isinstance(event, ProgressEvent):
+        text = f"{event.request_id}, attempt {event.attempt}: {event.SUMMARY.format(event)} at {event.worker_id}"
+    return EventSummary(topic=topic, offset=offset, type=tag, text=text, now_us=now_us)
+
+
+def _changed_fields(struct: msgspec.Struct) -> Iterator[str]:
+    for field in msgspec.structs.fields(struct):
+        value = getattr(struct, field.name)
+        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        if value != default and field.name not in OMITTED:
+            is_hash = field.name in HEX_FIELDS and isinstance(value, int)
+            yield f"{field.name} {f'{value:016x}' if is_hash else _value(value)}"
+
+
+def _value(value: object) -> str:
+    match value:
+        case bytes():
+            count, rest = divmod(len(value), U64_BYTES)
+            return f"{len(value)} bytes" if rest else f"of {count} block{'' if count == 1 else 's'}"
+        case msgspec.Struct():
+            return f"({', '.join(_changed_fields(value))})"
+        case tuple():
+            return f"[{', '.join(map(_value, value))}]"
+        case _:
+            return str(value)
+
+
+def _wanted(
+    records: tuple[JournalRecord, JournalRecord | None], table: CostTables | None, blocks: frozenset[int]
+) -> _Wanted | None:
+    recorded, derived = records
+    if isinstance(recorded, Advanced) or isinstance(derived, Advanced):
+        return None
+    if table is None or not table.comparable:
+        return _Wanted("different decision type or request", (CONTROL, FLEET), _any)
+    differing = [row for row in table.rows if row.differs]
+    overlaps = [row for row in differing if OVERLAP_TERMS.intersection(row.differs)]
+    loads = [row for row in differing if LOAD_TERMS.intersection(row.differs)]
+    if overlaps:
+        names = ", ".join(_overlap_text(row) for row in overlaps)
+        ranks = {(row.worker_id, row.rank) for row in overlaps}
+        is_suspect = partial(_may_change_overlap, ranks)
+        return _Wanted(f"overlap: {names}", (KV_EVENTS,), is_suspect)
+    if loads:
+        workers = {row.worker_id for row in loads}
+        why = f"load of {', '.join(sorted(workers))}"
+        return _Wanted(why, (PROGRESS, FLEET), lambda event: getattr(event, "worker_id", None) in workers)
+    if differing:
+        return _Wanted("weights", (CONTROL,), _any)
+    if table.recorded_candidates != sum(row.derived is not None for row in table.rows):
+        return _Wanted("eligible worker ranks", (FLEET, CONTROL), _any)
+    if table.digest != table.recorded_digest:
+        why = "terms of a candidate that the journal holds only as a digest"
+        return _Wanted(why, (KV_EVENTS,), lambda event: bool(_of_prompt(event, blocks)))
+    return None
+
+
+def _any(_: InputEvent | None) -> bool:
+    return True
+
+
+def _overlap_text(row: CostTableRow) -> str:
+    assert row.derived is not None, "only rows with both terms differ"
+    assert row.recorded is not None, "only rows with both terms differ"
+    derived, recorded = map(_tiers_text, (row.derived, row.recorded))
+    tiers = "device+host+disk" + ("+store" if row.derived.store_overlap or row.recorded.store_overlap else "")
+    return f"{row.worker_id}/{row.rank} has {derived} blocks ({tiers}) as derived, {recorded} as recorded"
+
+
+def _tiers_text(terms: CostTerms) -> str:
+    store = f"+{terms.store_overlap}" if terms.store_overlap else ""
+    return f"{terms.device_overlap}+{terms.host_overlap}+{terms.disk_overlap}{store}"
+
+
+def _may_change_overlap(ranks: set[tuple[str, int]], event: InputEvent | None) -> bool:
+    """Return whether an event changes the cache of one of the ranks, or a shared store."""
+    return isinstance(event, StoreKvEvent) or (isinstance(event, KvEvent) and (event.worker_id, event.rank) in ranks)
+
+
+def _of_prompt(event: InputEvent | None, blocks: frozenset[int]) -> int:
+    if not isinstance(event, BlocksStored | BlocksRemoved | StoreKvEvent):
+        return 0
+    return len(blocks.intersection(array_u64(event.sequence_hashes)))
+
 
 EVENTS_SHOWN = 50  # the last consumed events, which are nearest to the decision
 PLANS_KEPT = 1_024  # derived from the events of one record and not in the journal yet
