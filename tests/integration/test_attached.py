@@ -147,7 +147,6 @@ async def test_a_cut_stream_continues_on_its_server_unless_it_has_penalties(syst
 
 async def test_the_requests_of_a_lost_server_continue_elsewhere_and_it_may_return(system: System) -> None:
     prompts = [prompt(200 + number) for number in range(8)]
-    expected = [text_of(await system.complete(one, **on(MOCK))) for one in prompts]
     name, server = next(iter(system.servers.items()))
     others = [other for other in (*system.servers, MOCK) if other != name]
     for one in system.servers.values():
@@ -157,7 +156,10 @@ async def test_the_requests_of_a_lost_server_continue_elsewhere_and_it_may_retur
     tasks = [asyncio.create_task(system.complete(one, **pinned)) for one in prompts]
     await system.cluster.until("the server streams", lambda: server.counters.generated_tokens >= before + 8)
     await server.stop()
-    assert [text_of(response) for response in await asyncio.gather(*tasks)] == expected
+    texts = [text_of(response) for response in await asyncio.gather(*tasks)]
+    # Only now, because a prompt that the mock engine has cached goes there.
+    expected = [text_of(await system.complete(one, **on(MOCK))) for one in prompts]
+    assert texts == expected
     await system.cluster.until_members(*others)
     assert [event.worker_id for event in await system.cluster.events(FLEET, WorkerLost)] == [name]
     await server.start()

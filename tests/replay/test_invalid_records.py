@@ -35,10 +35,10 @@ from forebay.transport.history.snapshots import load_snapshot, newest_snapshot
 from forebay.transport.history.start import EMPTY_STATE, recorded_view
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import actions
-from tests.depth import examples, is_quick, sampled
+from tests.depth import examples, sampled
 from tests.replay.owner_histories import Topics, journal_follows, read_log, written
 
-HISTORIES = st.lists(actions(), min_size=20, max_size=60 if is_quick() else 90)
+HISTORIES = st.lists(actions(), min_size=20, max_size=90)
 RECORDINGS = [
     path
     for path in sorted((Path(__file__).parents[1] / "logs").glob("*.rec"))

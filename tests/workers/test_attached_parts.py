@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from forebay.events.work import WorkItem
-from forebay.workers.engines.attached.completions import CONNECTOR, HELD_CHARS_MAX, TextEncoder, fetch_params, offer
+from forebay.workers.engines.attached.completions import (
+    CONNECTOR,
+    HALF_LEASE_S,
+    HELD_CHARS_MAX,
+    UNREAD_S,
+    VLLM_LEASE_S,
+    TextEncoder,
+    fetch_params,
+    offer,
+)
 from forebay.workers.engines.attached.errors import message_of
 from forebay.workers.engines.attached.server import (
     MetricsUnreadable,
@@ -231,6 +240,11 @@ def test_a_descriptor_keeps_all_fields_of_the_server() -> None:
         "do_remote_decode": False,
         "remote_prefill_cached_tokens": None,
     }
+
+
+def test_the_owner_and_the_decode_server_share_the_lease() -> None:
+    assert offer(item(), "w", "m", PARAMS).lease_us == HALF_LEASE_S * 1e6
+    assert 2 * HALF_LEASE_S <= VLLM_LEASE_S - UNREAD_S
 
 
 @pytest.mark.parametrize(
