@@ -15,8 +15,6 @@ from forebay.workers.engines.attached.completions import (
     CONNECTOR,
     HALF_LEASE_S,
     HELD_CHARS_MAX,
-    UNREAD_S,
-    VLLM_LEASE_S,
     TextEncoder,
     fetch_params,
     offer,
@@ -31,6 +29,7 @@ from forebay.workers.engines.attached.server import (
     vllm_cache_sizes,
 )
 from forebay.workers.engines.kv_descriptor import Unfetchable
+from forebay.workers.engines.vllm.transfer import UNREAD_S, VLLM_LEASE_S
 from tests.workers.attached import MODEL, decode
 from tests.workers.conftest import work_item
 
