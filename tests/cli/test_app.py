@@ -155,6 +155,11 @@ def test_a_variable_for_another_command_changes_or_opens_nothing(
     assert shown(*command.split())[option]["source"] == "default"
 
 
+@pytest.mark.parametrize("count", ["0", "100001", "0000100000000000", "x"])
+def test_numbers_of_partitions_have_a_bound(count: str) -> None:
+    assert "expected TOPICS=N, with N from 1 to 100000" in refused("topics", "create", "--partitions", f"slots={count}")
+
+
 def test_options_with_the_same_variable_are_of_the_same_kind() -> None:
     kinds: dict[str, set[tuple[bool, bool]]] = {}
     for _, command in commands():

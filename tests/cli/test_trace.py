@@ -1,12 +1,14 @@
 """`forebay trace`, `forebay profile run` and `forebay produce`."""
 
+import asyncio
+import contextlib
 import json
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,18 @@ import httpx
 import msgspec
 import pytest
 
+from forebay.cli import produce
 from forebay.cli.common.failures import status_failure
 from forebay.cli.planner.planner_file import read_planner_file
 from forebay.cli.produce import ProduceRun
 from forebay.cli.trace.pace import SAMPLE_S, Pace
 from forebay.cli.trace.stream import transport_failure
 from forebay.events.scaling import DecodePoint, PrefillPoint
+from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
 from forebay.ingress.openai.requests import CHAT_PATH, TEXT_PATH
 from forebay.simulate.profiles.profile import load_profile
+from forebay.transport.base import Draft, LogError, Record
+from forebay.transport.kafka.settings import KafkaSettings
 from tests.cli.in_process import error_of, forebay
 from tests.cli.up import PATIENCE_S, Up, running
 from tests.harness import fork_server
@@ -479,3 +485,48 @@ def test_an_unreachable_kafka_is_reported(tmp_path: Path) -> None:
     assert run.returncode == 2
     assert "cannot be used" in run.stderr
     assert run.stderr.count("\n") == 1
+
+
+class FailingLog:
+    """Log on Kafka that fails when it is flushed, or when a response is read."""
+
+    def __init__(self, fails_at: str) -> None:
+        self._fails_at = fails_at
+
+    def append_soon(self, drafts: Sequence[Draft]) -> None:
+        pass
+
+    async def flush(self) -> None:
+        self._fail("flush")
+
+    async def end(self, *_: Any) -> int:
+        return 0
+
+    def tail(self, topic: str, partition: int, offset: int, wake: asyncio.Event) -> "FailingLog":
+        return self
+
+    def take(self, limit: int) -> list[Record]:
+        self._fail("take")
+        return []
+
+    def _fail(self, at: str) -> None:
+        if at == self._fails_at:
+            raise LogError("the broker is gone")
+
+
+@pytest.mark.parametrize("fails_at", ["flush", "take"])
+def test_a_kafka_that_fails_is_reported_with_what_was_sent(
+    fails_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def counted(_: KafkaSettings) -> dict[str, int]:
+        return {OPENAI_REQUESTS.name: 2, OPENAI_RESPONSES.name: 1}
+
+    for name in ("count_topics", "partitions_of"):
+        monkeypatch.setattr(produce, name, counted)
+    monkeypatch.setattr(produce, "kafka_log", lambda _: contextlib.nullcontext(FailingLog(fails_at)))
+    lines = tmp_path / "lines.jsonl"
+    lines.write_bytes(CHAT)
+    run = forebay("produce", lines, "--kafka", "127.0.0.1:1", "--wait", "--timeout-s", "60")
+    assert run.returncode == 2
+    assert "the broker is gone" in run.stderr
+    assert "1 requests sent, 0 answered, 0 of them with an error, 1 missing" in run.stderr

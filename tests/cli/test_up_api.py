@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,32 @@ class Step(BaseModel):
 class MathResponse(BaseModel):
     steps: list[Step]
     final_answer: str
+
+
+class Table(StrEnum):
+    orders = "orders"
+    customers = "customers"
+
+
+class Operator(StrEnum):
+    eq = "="
+    gt = ">"
+
+
+class DynamicValue(BaseModel):
+    column_name: str
+
+
+class Condition(BaseModel):
+    column: str
+    operator: Operator
+    value: str | int | DynamicValue
+
+
+class Query(BaseModel):
+    table_name: Table
+    columns: list[str]
+    conditions: list[Condition]
 
 
 def tool(name: str, description: str, **properties: Any) -> Any:
@@ -121,6 +148,124 @@ def test_reasoning_when_asked(client: openai.OpenAI, options: dict[str, Any]) ->
     deltas = [chunk.choices[0].delta for chunk in stream]
     assert any((delta.model_extra or {}).get("reasoning_content") for delta in deltas)
     assert any(delta.content for delta in deltas)
+
+
+def test_a_chat_and_a_stream(client: openai.OpenAI) -> None:
+    messages = ask("Say this is a test")
+    whole = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=8, seed=1)
+    assert whole.choices[0].message.content
+    stream = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=8, seed=1, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.choices[0].message.content
+
+
+@pytest.mark.parametrize(("parallel", "count"), [(True, 2), (False, 1)])
+def test_parallel_calls(client: openai.OpenAI, parallel: bool, count: int) -> None:
+    completion = client.chat.completions.create(
+        model=MODEL,
+        messages=ask("Get the weather in Bogotá and send an email to Bob"),
+        tools=[WEATHER, EMAIL],
+        parallel_tool_calls=parallel,
+    )
+    calls = completion.choices[0].message.tool_calls
+    assert calls is not None
+    assert [call.function.name for call in calls if call.type == "function"] == ["get_weather", "send_email"][:count]
+
+
+def test_tool_choice(client: openai.OpenAI) -> None:
+    def call_of(choice: Any, text: str = "Hello") -> Any:
+        given = client.chat.completions.create(
+            model=MODEL, messages=ask(text), tools=[WEATHER, EMAIL], tool_choice=choice, max_tokens=80
+        )
+        return given.choices[0].message.tool_calls, given.choices[0].finish_reason
+
+    assert call_of("auto") == (None, "length")
+    assert call_of("none", "What is the weather?") == (None, "length")
+    (call, *_), reason = call_of("required")
+    assert (call.function.name in ("get_weather", "send_email"), reason) == (True, "tool_calls")
+    (call,), reason = call_of({"type": "function", "function": {"name": "send_email"}})
+    assert (call.function.name, reason) == ("send_email", "tool_calls")
+    assert json.loads(call.function.arguments)["to"].endswith("@example.com")
+
+
+def test_a_stream_of_tool_calls(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL, messages=ask("What is the weather like in Paris today?"), tools=[WEATHER], stream=True
+    )
+    calls: dict[int, Any] = {}
+    for chunk in stream:
+        for call in chunk.choices[0].delta.tool_calls or []:
+            assert call.function is not None
+            if call.index in calls:
+                calls[call.index].function.arguments += call.function.arguments or ""
+            else:
+                calls[call.index] = call
+                call.function.arguments = call.function.arguments or ""
+    (only,) = calls.values()
+    assert set(json.loads(only.function.arguments)) == {"location", "units"}
+
+
+def test_parsed_tool_calls(client: openai.OpenAI) -> None:
+    completion = client.chat.completions.parse(
+        model=MODEL,
+        messages=ask("look up all my orders in november of last year that were fulfilled but not delivered on time"),
+        tools=[openai.pydantic_function_tool(Query)],
+    )
+    (call,) = completion.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Query)
+
+
+def test_json_mode_and_choices_of_vllm(client: openai.OpenAI) -> None:
+    completion = client.chat.completions.create(
+        model=MODEL, messages=ask("Answer in JSON"), response_format={"type": "json_object"}
+    )
+    assert isinstance(json.loads(completion.choices[0].message.content or ""), dict)
+    labels = ["positive", "negative"]
+    chosen = client.chat.completions.create(
+        model=MODEL, messages=ask("Wonderful!"), extra_body={"structured_outputs": {"choice": labels}}
+    )
+    assert chosen.choices[0].message.content in labels
+
+
+def test_reasoning_before_a_call_and_none_unless_asked(client: openai.OpenAI) -> None:
+    thinking = client.chat.completions.create(
+        model=MODEL, messages=ask("What is the weather?"), tools=[WEATHER], reasoning_effort="high"
+    )
+    message = thinking.choices[0].message
+    assert message.tool_calls
+    assert (message.model_extra or {})["reasoning_content"]
+    plain = client.chat.completions.create(
+        model=MODEL, messages=ask("What is the weather?"), reasoning_effort="minimal", max_tokens=5
+    )
+    assert "reasoning_content" not in (plain.choices[0].message.model_extra or {})
+
+
+@pytest.mark.parametrize(("temperature", "texts"), [(openai.omit, 3), (0.7, 3), (0, 1)])
+def test_choices_differ_without_a_seed_except_at_temperature_0(
+    client: openai.OpenAI, temperature: Any, texts: int
+) -> None:
+    options: Any = {"model": MODEL, "messages": ask("Hi"), "n": 3, "temperature": temperature}
+    for completion in (
+        client.chat.completions.create(**options, max_tokens=8),
+        client.chat.completions.parse(**options, response_format=CalendarEvent),
+    ):
+        assert len({choice.message.content for choice in completion.choices}) == texts
+
+
+def test_choices_stop_logprobs_and_completions(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model=MODEL, messages=ask("Hi"), n=3, seed=1, max_tokens=6, logprobs=True, top_logprobs=2
+    )
+    assert len({choice.message.content for choice in chat.choices}) == 3
+    assert all(choice.logprobs is not None and len(choice.logprobs.content or ()) == 6 for choice in chat.choices)
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens == 18
+    text = client.completions.create(model=MODEL, prompt=["Once upon", "a time"], max_tokens=6, echo=True, seed=1)
+    assert [choice.text[:6] for choice in text.choices] == ["Once u", "a time"]
+    first, second = text.choices[0].text.removeprefix("Once upon ").split()[:2]
+    stopped = client.completions.create(model=MODEL, prompt="Once upon", max_tokens=6, stop=second, seed=1)
+    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (f" {first} ", "stop")
+    vectors = client.embeddings.create(model=MODEL, input=["The food was delicious", "and the waiter"])
+    assert len(vectors.data) == 2
 
 
 SCHEMATHESIS = str(Path(sys.executable).with_name("schemathesis"))

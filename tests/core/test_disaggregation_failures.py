@@ -10,7 +10,7 @@ from forebay.core.routing.counterfactual import Counterfactual, counterfactual
 from forebay.core.state.submitted_request import content_hash
 from forebay.events.control import DisaggConfig, DisaggregationSet, QueueConfig, RouterConfig
 from forebay.events.decisions import CommandTarget, KvReleased, PrefillPlace, RequestAborted, RequestHeld, RequestRouted
-from forebay.events.fleet import WorkerDraining, WorkerRecovered, WorkerSuspect
+from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerRecovered, WorkerSuspect
 from forebay.events.media import MEDIA_BYTES_MAX, MEDIA_MAX
 from forebay.events.progress import (
     EncodeFailed,
@@ -591,3 +591,60 @@ def test_another_configuration_changes_no_encoder() -> None:
     )
     drive.encoded(drive.ask(media=(MEDIA,)))
     assert [(one.agrees, one.refusal is None) for one in found] == [(True, True), (False, False)]
+
+
+def test_decode_workers_lost_one_after_another_are_not_replaced_for_ever() -> None:
+    drive = Driver().disagg(["p"], ["d"])
+    made: list[Any] = [drive.ask()]
+    stages = []
+    while isinstance(made[-1], RequestRouted):
+        routed = made[-1]
+        stages.append(routed.stage)
+        if routed.stage == "prefill":
+            made += drive.prefilled(routed)
+        else:
+            drive("fleet", joined(f"d{len(made)}", 7, role="decode"))
+            made += drive.lose(routed.worker_id)
+    assert stages == ["prefill", "decode", "prefill", "decode", "aggregated"]
+    assert made[-1].reason == "attempts_exhausted"
+
+
+def test_images_of_an_enforced_prompt_are_encoded_only_so_often() -> None:
+    drive = Driver().disagg(["p"], ["d"], disagg=ENFORCED).encoders("e")
+    routed = drive.ask(media=(MEDIA,))
+    (prefill,) = drive.encoded(routed)
+    (routed,) = not_fetched(drive, prefill)
+    (prefill,) = drive.encoded(routed)
+    (then,) = drive.prefilled(prefill)
+    (routed,) = not_fetched(drive, then)
+    assert (routed.stage, routed.attempt) == ("encode", 3)
+    (prefill,) = drive.encoded(routed)
+    (then,) = drive.prefilled(prefill)
+    assert (then.stage, then.attempt) == ("decode", 2), "what is kept needs no image any more"
+    (given_up,) = not_fetched(drive, then)
+    assert (given_up.reason, given_up.attempt) == ("prefill_failed", 2)
+
+
+def test_a_pinned_request_that_waits_for_its_decode_worker_ends_with_it() -> None:
+    drive = Driver().disagg(["p"], ["d", "e"])
+    first = drive.ask(routing=RoutingHints(worker_id="d"))
+    fact: dict[str, Any] = {"owner_epoch": 0, "worker_id": "d", "worker_epoch": drive.epoch("d")}
+    drive("fleet", WorkerSuspect(**fact))
+    assert drive.prefilled(first) == [], "it may come back"
+    (aborted,) = drive("fleet", WorkerLost(**fact))
+    assert (aborted.reason, aborted.holder) == ("pinned_worker_lost", target(first))
+
+
+def test_duplicate_or_late_progress_changes_nothing() -> None:
+    drive = Driver().disagg(["p", "q"], ["d"])
+    first = drive.ask()
+    (then,) = drive.prefilled(first)
+    before = drive.world.requests.digest()
+    assert drive.prefilled(first) == []
+    assert failed(drive, first) == []
+    assert drive.world.requests.digest() == before
+    not_fetched(drive, then)
+    before = drive.world.requests.digest()
+    assert not_fetched(drive, then) == []
+    assert drive.world.requests.digest() == before
+    assert drive.world.counts["stale_progress"] == 3

@@ -184,3 +184,15 @@ async def test_stop_at_any_time_releases_the_lease(leases: Leases) -> None:
         keeper.hold(GROUP, "w1", f"t{number}", b"", refuse)
         await keeper.stop()
         assert held(leases, "w1") is None
+
+
+async def test_failed_successors_keep_the_first_lease(leases: Leases) -> None:
+    store = Unreliable(leases)
+    keeper = LeaseKeeper(cast("Leases", store), ttl_s=60.0)
+    keeper.start()
+    keeper.hold(GROUP, "w1", "t1", b"", refuse)
+    await until(holds(leases, "t1"))
+    for token in ("t1.2", "t1.3", "t1.4"):
+        keeper.hold(GROUP, "w1", token, b"", refuse)
+    await until(holds(leases, "t1.4"))
+    await keeper.stop()

@@ -294,6 +294,18 @@ async def test_dead_scheduler_ends_run(started: Start, monkeypatch: pytest.Monke
             await one.engine.command(Command(action="clear_kv_blocks"))
 
 
+async def test_stop_ends_only_its_own_processes(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = await asyncio.create_subprocess_exec("sleep", "600")
+    monkeypatch.setattr(Engine, "child", True)
+    async with started():
+        assert Engine.made is not None
+        (process,) = Engine.made.processes
+        assert process.is_alive()
+    assert not process.is_alive() and other.returncode is None
+    other.kill()
+    await other.wait()
+
+
 async def test_process_that_reports_a_failure_ends_run(started: Start) -> None:
     """By SIGQUIT, which would end this process as well."""
     async with started() as one:

@@ -102,6 +102,8 @@ async def _produce(file: IO[bytes], settings: KafkaSettings, run: ProduceRun, wa
             is_sent.set()
             wake.set()
             await asyncio.wait([collecting], timeout=wait_s or 0.0)
+            if collecting.done():
+                collecting.result()
         finally:
             collecting.cancel()
 

@@ -394,3 +394,30 @@ def test_nixl_thread_ends_before_the_interpreter() -> None:
         [sys.executable, "-c", OPEN_AT_ITS_END], capture_output=True, text=True, check=False, timeout=PATIENCE_S
     )
     assert (run.returncode, run.stdout) == (0, "['nixl w@1']\n[]\n"), run.stderr
+
+
+@pytest.mark.slow
+async def test_nixl_spare_slots_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    async with (
+        transport("d@11", block_bytes=LARGE, blocks=32) as (reader, _),
+        other("p@11", block_bytes=LARGE) as hung,
+        other("q@11", block_bytes=LARGE) as well,
+    ):
+        await reader.fetch(await hung.offer("a", [1]), 0, [0])
+        offer = await hung.offer("b", range(24))
+        hung.signal(signal.SIGSTOP)
+        within(reader, HANG_S)
+        with pytest.raises(TransferError, match="did not arrive"):
+            await reader.fetch(offer, 0, range(24))
+        within(reader, PATIENCE_S)
+        fits, too_many = await well.offer("c", range(8)), await well.offer("d", range(9))
+        with pytest.raises(TransferError, match="24 blocks are quarantined for transfers that do not end") as caught:
+            await reader.fetch(too_many, 0, range(9))
+        assert caught.value.reason == "full"
+        await reader.fetch(fits, 0, range(8))
+        assert have(reader, range(8), range(8))
+        hung.signal(signal.SIGKILL)
+        await until(lambda: not reader.stats.quarantined_blocks)
+        await reader.fetch(too_many, 0, range(9))
+        assert have(reader, range(9), range(9)), "the dead write no more: there is room again"
