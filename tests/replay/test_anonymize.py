@@ -5,13 +5,14 @@ import random
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable
-from contextlib import closing
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.routing.policies import RoutingRequest, RoutingWorld
@@ -22,14 +23,13 @@ from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.decisions import OwnerClaimed, RequestAborted, RequestRejected, RequestRouted
 from forebay.events.requests import RequestSubmitted, RoutingHints
 from forebay.events.snapshots import SnapshotChunk
-from forebay.events.topics import DECISIONS, INPUTS, REQUESTS, SNAPSHOTS, Topic
+from forebay.events.topics import DECISIONS, REQUESTS, SNAPSHOTS, Topic
 from forebay.events.versions import EVENTS_VERSION
-from forebay.replay.anonymize.anonymize import Anonymized, AnonymousLog, record_anonymized
-from forebay.replay.anonymize.masks import HashMask, NotAnonymizable
+from forebay.replay.anonymize.anonymize import Anonymized, NotAnonymizable, record_anonymized
 from forebay.replay.read_only import SliceLog
 from forebay.replay.record.slice import Window, contents_of, slice_of
 from forebay.replay.verify.verify import VerifyReport, verify
-from forebay.transport.base import Draft, Log, LogError
+from forebay.transport.base import Draft, LogError
 from forebay.transport.recording.manifest import Extent
 from forebay.transport.recording.writer import part_of
 from forebay.transport.sqlite.log import LogUnusable, SqliteLog
@@ -41,14 +41,6 @@ from tests.replay.slices import opened
 KEY = bytes(range(32))
 READ_MAX = 100_000
 WHOLE = Window()
-
-
-async def copied(log: Log) -> SqliteLog:
-    copy = SqliteLog.open(None)
-    for topic in (*INPUTS, SNAPSHOTS, DECISIONS):
-        for record in await log.read(topic.name, 0, 0, READ_MAX):
-            await copy.append([Draft(topic.name, 0, record.value, record.key, record.headers)])
-    return copy
 
 
 def events(log: SqliteLog, topic: Topic) -> list[Any]:
@@ -88,24 +80,34 @@ def without_digests(report: VerifyReport) -> VerifyReport:
     return msgspec.structs.replace(report, digest="", state="", unknown_event="", foreign_progress=foreign)
 
 
+@asynccontextmanager
+async def copied(log: SqliteLog) -> AsyncIterator[SqliteLog]:
+    """Open an anonymised recording of a log, and close both."""
+    with TemporaryDirectory() as folder, closing(log):
+        out = Path(folder) / "out.rec"
+        await written(log, out)
+        with opened(out) as copy:
+            yield copy
+
+
 async def assert_same(log: SqliteLog) -> None:
-    before = await verify(log, custom=CUSTOM)
-    assert before.divergence is None, before
-    copy = await copied(await AnonymousLog.open(log, key=KEY, custom=CUSTOM))
-    after = await verify(copy, custom=CUSTOM)
-    assert after.divergence is None, after
-    assert without_digests(before) == without_digests(after)
-    routed = [[one for one in events(each, DECISIONS) if isinstance(one, RequestRouted)] for each in (log, copy)]
-    assert [[(one.worker_id, one.rank, one.table_digest) for one in each] for each in routed] == [
-        [(one.worker_id, one.rank, one.table_digest) for one in routed[0]]
-    ] * 2
-    log.close()
-    copy.close()
+    async with copied(log) as copy:
+        assert copy.recording is not None
+        before = await verify(SliceLog(log, copy.recording.extents), custom=CUSTOM)
+        assert before.divergence is None, before
+        after = await verify(copy, custom=CUSTOM)
+        assert after.divergence is None, after
+        assert without_digests(before) == without_digests(after)
+        routed = [[one for one in events(each, DECISIONS) if isinstance(one, RequestRouted)] for each in (log, copy)]
+    first, second = ([(one.worker_id, one.rank, one.table_digest) for one in each] for each in routed)
+    assert first == second
 
 
 @given(owner_histories)
 async def test_every_decision_is_derived_again_after_anonymising(history: list[tuple[str, Any]]) -> None:
-    await assert_same(await log_with(played(history)))
+    drive = played(history)
+    assume(drive.decided)
+    await assert_same(await log_with(drive))
 
 
 @pytest.mark.parametrize("seed", sampled(range(24), 6))
@@ -131,23 +133,17 @@ async def test_further_attempts_under_a_temperature_come_out_the_same(seed: int)
     await assert_same(await log_with(drive))
 
 
-async def test_anonymised_log_is_read_only(log: SqliteLog) -> None:
-    anonymous = await AnonymousLog.open(log, key=KEY)
+async def test_a_slice_is_read_only(log: SqliteLog) -> None:
+    cut = SliceLog(log, [])
     with pytest.raises(LogError, match="read-only"):
-        await anonymous.append([])
+        await cut.append([])
     with pytest.raises(LogError, match="read-only"):
-        anonymous.append_soon([])
+        cut.append_soon([])
     with pytest.raises(LogError, match="cannot be tailed"):
-        anonymous.tail(REQUESTS.name, 0, 0, asyncio.Event())
-    with pytest.raises(LogError, match="does not contain topic tokens"):
-        await anonymous.read("tokens", 0, 0, 1)
-    # Reading the journal in any order gives the same records.
-    records = await anonymous.read(DECISIONS.name, 0, 0, READ_MAX)
-    assert await anonymous.read(DECISIONS.name, 0, 7, 3) == records[7:10]
-    assert await anonymous.read(DECISIONS.name, 0, 3, 2) == records[3:5]
+        cut.tail(REQUESTS.name, 0, 0, asyncio.Event())
 
 
-async def test_an_anonymised_slice_ends_where_the_slice_ends(log: SqliteLog) -> None:
+async def test_a_slice_ends_where_its_extents_end(log: SqliteLog) -> None:
     cut = SliceLog(log, [Extent(REQUESTS.name, 0, 5, 9)])
     assert [await cut.begin(REQUESTS.name, 0), await cut.end(REQUESTS.name, 0)] == [5, 9]
     assert [record.offset for record in await cut.read(REQUESTS.name, 0, 6, 100)] == [6, 7, 8]
@@ -164,10 +160,11 @@ async def test_equal_values_stay_equal() -> None:
         hints = RoutingHints(session_id=f"s{number % 2}")
         drive("requests", request(name, PROMPTS[number % 2], nonce=number // 3, routing=hints))
     log = await log_with(drive)
-    anonymous = await copied(await AnonymousLog.open(log, key=KEY))
-    before, after = (
-        [one for one in events(each, REQUESTS) if isinstance(one, RequestSubmitted)] for each in (log, anonymous)
-    )
+    async with copied(log) as anonymous:
+        before, after = (
+            [one for one in events(each, REQUESTS) if isinstance(one, RequestSubmitted)] for each in (log, anonymous)
+        )
+        (refused,) = [one for one in events(anonymous, DECISIONS) if isinstance(one, RequestRejected)]
     for extract in (
         lambda one: one.request_id,
         lambda one: one.sequence_hashes,
@@ -175,7 +172,6 @@ async def test_equal_values_stay_equal() -> None:
         lambda one: (one.request_id, one.nonce),
     ):
         assert classes(map(extract, before)) == classes(map(extract, after))
-    (refused,) = [one for one in events(anonymous, DECISIONS) if isinstance(one, RequestRejected)]
     assert (refused.reason, refused.request_id in refused.message) == ("duplicate_id", True)
     assert "one" not in refused.message
 
@@ -192,15 +188,14 @@ async def test_requests_with_equal_deadlines_expire_in_order() -> None:
         drive("requests", request(f"r{number * 7 % 20:02}", (), timeout_us=1_000), after_us=0)
     drive.wait(2_000)
     log = await log_with(drive)
-    copy = await copied(await AnonymousLog.open(log, key=KEY))
-    expired = [
-        [one.request_id for one in events(each, DECISIONS) if isinstance(one, RequestAborted)] for each in (log, copy)
-    ]
-    sent = [[one.request_id for one in events(each, REQUESTS)] for each in (log, copy)]
+    async with copied(log) as copy:
+        expired = [
+            [one.request_id for one in events(each, DECISIONS) if isinstance(one, RequestAborted)]
+            for each in (log, copy)
+        ]
+        sent = [[one.request_id for one in events(each, REQUESTS)] for each in (log, copy)]
     assert [sent[0].index(name) for name in expired[0]] == [sent[1].index(name) for name in expired[1]]
     assert len(expired[1]) == 20
-    log.close()
-    copy.close()
 
 
 async def test_a_slice_can_begin_at_a_snapshot(out: Path) -> None:
@@ -331,7 +326,7 @@ def record_and_die(path: Path, out: Path) -> None:
     assert ended.returncode < 0, ended.stderr
 
 
-async def test_a_killed_run_leaves_no_client_content_and_is_restarted(out: Path) -> None:
+async def test_a_killed_run_leaves_no_client_content(out: Path) -> None:
     path = out.with_name("original.db")
     log = await log_with(content_history(), path)
     secrets = secrets_of(log)
@@ -339,26 +334,9 @@ async def test_a_killed_run_leaves_no_client_content_and_is_restarted(out: Path)
     part = part_of(out)
     assert part.stat().st_size > 50_000
     assert leaks(part, secrets) == []
-    first = part.read_bytes()
-    await written(log, out, key=None)
+    with pytest.raises(LogUnusable, match=r"out.rec.part: exists already; remove it"):
+        await written(log, out)
     log.close()
-    assert not part.exists()
-    assert leaks(out, secrets) == []
-    # The second run uses another key, so no masked value of the first run occurs again.
-    with opened(out) as again:
-        assert [one.request_id for one in events(again, REQUESTS) if one and one.request_id.encode() in first] == []
-
-
-async def test_a_file_that_another_process_is_about_to_rename_is_left_alone(log: SqliteLog, tmp_path: Path) -> None:
-    """The other process seals and renames without a lock. In this test it dies while doing so."""
-    kept: list[bytes] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("forebay.transport.recording.manifest.seal", lambda part: kept.append(part.read_bytes()))
-        await written(log, tmp_path / "out.rec")
-    (tmp_path / "out.rec").rename(tmp_path / "out.rec.part")
-    with pytest.raises(LogUnusable, match=r"out.rec.part is complete but not renamed: wait for the process"):
-        await written(log, tmp_path / "out.rec")
-    assert [(tmp_path / "out.rec.part").read_bytes()] == kept
 
 
 async def test_an_anonymised_recording_can_be_anonymised_again(log: SqliteLog, out: Path) -> None:
@@ -392,7 +370,7 @@ async def require_rejected(log: SqliteLog, out: Path, text: str) -> None:
 async def test_an_error_of_the_masks_is_found_before_the_file_is_renamed(
     log: SqliteLog, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HashMask, "packed", lambda self, values: bytes(len(values)))
+    monkeypatch.setattr("forebay.replay.anonymize.events.pack_u64", lambda values: bytes(8 * len(list(values))))
     await require_rejected(log, out, "with anonymised events the decision at journal offset")
 
 
@@ -438,8 +416,8 @@ async def test_progress_is_reported_by_step(log: SqliteLog, out: Path) -> None:
 
 
 async def test_snapshot_chunks_are_rewritten_in_place(log: SqliteLog) -> None:
-    copy = await copied(await AnonymousLog.open(log, key=KEY))
-    for before, after in zip(events(log, SNAPSHOTS), events(copy, SNAPSHOTS), strict=True):
+    async with copied(log) as copy:
+        chunks = zip(events(log, SNAPSHOTS), events(copy, SNAPSHOTS), strict=True)
+    for before, after in chunks:
         assert isinstance(before, SnapshotChunk)
         assert [type(part) for part in before.parts] == [type(part) for part in after.parts]
-    copy.close()

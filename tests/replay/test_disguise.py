@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, get_args
 
 import msgspec
@@ -18,10 +19,9 @@ from forebay.events.decisions import JournalRecord
 from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.pools import GridPool, PoolGrid
 from forebay.events.requests import RequestSubmitted, RoutingHints, Sampling, TaintWeight, Task
-from forebay.events.snapshots import Chunk
+from forebay.events.snapshots import Chunk, Remembered
 from forebay.events.topics import FLEET, INPUTS, REQUESTS, Topic
-from forebay.replay.anonymize.events import EventAnonymizer
-from forebay.replay.anonymize.masks import KEY_BYTES, HashMask, Masks
+from forebay.replay.anonymize.events import KEY_BYTES, EventAnonymizer
 
 KEY = bytes(range(KEY_BYTES))
 INPUT_EVENTS = [kind for topic in INPUTS for kind in get_args(topic.events)]
@@ -153,7 +153,7 @@ class Filled:
 
 
 def anonymizer() -> EventAnonymizer:
-    return EventAnonymizer(Masks(KEY), 0)
+    return EventAnonymizer(KEY)
 
 
 @pytest.mark.parametrize("kind", [*INPUT_EVENTS, *RECORDS, *PARTS], ids=lambda kind: kind.__name__)
@@ -262,46 +262,55 @@ U64 = st.integers(0, 2**64 - 1)
 
 @given(st.lists(U64, unique=True, max_size=50))
 def test_different_numbers_stay_different(values: list[int]) -> None:
-    masked = unpack_u64(HashMask(KEY, "blocks").packed(pack_u64(values)))
-    assert len(set(masked)) == len(values)
+    group = anonymizer()
+    assert len({group.number("blocks", value) for value in values}) == len(values)
 
 
-def test_every_purpose_and_every_key_has_a_mask_of_its_own() -> None:
-    values = range(100)
-    masks = [HashMask(key, purpose) for key in (KEY, bytes(KEY_BYTES)) for purpose in ("blocks", "session")]
-    assert len({tuple(map(one.of, values)) for one in masks}) == 4
+def test_every_kind_and_every_key_has_a_mask_of_its_own() -> None:
+    groups = [EventAnonymizer(key) for key in (KEY, bytes(KEY_BYTES))]
+    masks = {tuple(one.number(kind, at) for at in range(100)) for one in groups for kind in ("blocks", "session")}
+    assert len(masks) == 4
 
 
 def test_neighbours_are_separated() -> None:
-    mask = HashMask(KEY, "blocks")
-    flipped = [(mask.of(value) ^ mask.of(value + 1)).bit_count() for value in range(2_000)]
+    masked = [anonymizer().number("blocks", value) for value in range(2_001)]
+    flipped = [(one ^ other).bit_count() for one, other in pairwise(masked)]
     assert 31 < sum(flipped) / len(flipped) < 33
-    bits = Counter(bit for value in range(2_000) for bit in range(64) if mask.of(value) >> bit & 1)
+    bits = Counter(bit for value in masked[:-1] for bit in range(64) if value >> bit & 1)
     assert all(850 < bits[bit] < 1_150 for bit in range(64))
 
 
 @given(st.text(min_size=1), st.text(min_size=1))
 def test_names_are_equal_if_the_originals_are(one: str, other: str) -> None:
-    masks = Masks(KEY)
-    assert (masks.name("session", one) == masks.name("session", other)) == (one == other)
-    assert (masks.request_id(one) == masks.request_id(other)) == (one == other)
-    assert masks.name("session", one) != Masks(bytes(KEY_BYTES)).name("session", one)
-    assert masks.request_id(one) == masks.request_id_of(id_hash(one))
+    group = anonymizer()
+    assert (group.name("session", one) == group.name("session", other)) == (one == other)
+    assert group.name("session", one) != EventAnonymizer(bytes(KEY_BYTES)).name("session", one)
+    first, second = (group.anonymize(msgspec.structs.replace(submitted(), request_id=name)) for name in (one, other))
+    assert (first.request_id == second.request_id) == (one == other)
+
+
+def test_a_snapshot_refers_to_the_masked_id_of_an_ended_request() -> None:
+    group = anonymizer()
+    group.keep_order({"late", "later"})
+    for name in ("r", "late", "later"):
+        event = group.anonymize(msgspec.structs.replace(submitted(), request_id=name))
+        ended = group.anonymize(Remembered(ids=pack_u64([id_hash(name)]), contents=b"", due_us=b""))
+        assert list(unpack_u64(ended.ids)) == [id_hash(event.request_id)]
 
 
 def test_a_missing_name_stays_none() -> None:
-    assert not Masks(KEY).name("lora", "")
+    assert not anonymizer().name("lora", "")
 
 
 @pytest.mark.parametrize("topic", [REQUESTS, FLEET], ids=lambda topic: topic.codec)
 def test_undecodable_records_stay_undecodable_for_the_same_reason(topic: Topic) -> None:
-    masks = Masks(KEY)
+    group = anonymizer()
     for value in (b"secret", b"", b"{}"):
-        masked = masks.undecodable(topic, value)
+        masked = group.undecodable(topic, value)
         assert unknown_tag(topic, masked) is None
         with pytest.raises(DecodeError):
             decode(topic, masked)
     codec = msgspec.json if topic.codec == "json" else msgspec.msgpack
-    masked = masks.undecodable(topic, codec.encode({"type": "secret.plan", "more": "secret"}))
+    masked = group.undecodable(topic, codec.encode({"type": "secret.plan", "more": "secret"}))
     assert unknown_tag(topic, masked) is not None
     assert b"secret" not in masked

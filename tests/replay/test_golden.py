@@ -247,7 +247,7 @@ def decided(path: Path) -> list[tuple[str, int, str]]:
 def rewritten(tmp_path: Path, name: str, change: Callable[[Any], Any]) -> Path:
     """Return a golden recording with an edited journal, sealed again. Only its decisions reveal the edit."""
 
-    def rewrite(record: Record) -> Record:
+    async def rewrite(record: Record) -> Record:
         if record.topic != DECISIONS.name:
             return record
         return msgspec.structs.replace(record, value=encode(DECISIONS, change(decode(DECISIONS, record.value))))

@@ -8,7 +8,7 @@ interrupted copy can be resumed.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
 from forebay.core.step import AnyDecision
@@ -24,7 +24,7 @@ from forebay.transport.recording.writer import RecordingWriter
 
 AT_US_END = 253_402_300_800_000_000  # the year 10000, beyond Python's datetime
 
-Rewrite = Callable[[Record], Record]
+Rewrite = Callable[[Record], Awaitable[Record]]
 OnProgress = Callable[[int, int], None]
 
 
@@ -141,16 +141,17 @@ async def copy(
 ) -> None:
     """Copy the records that a recording still lacks, page by page.
 
-    `rewrite` returns the record to store instead of a record of the log. It may change value, key and headers only.
+    `rewrite` returns the record to store instead of a record of the log. It may change value, key and headers only. The
+    journals come last, so that `rewrite` can read the other topics in the recording.
     """
-    for extent in writer.contents.extents:
+    for extent in sorted(writer.contents.extents, key=lambda one: one.topic == DECISIONS.name):
         while (offset := writer.position(extent)) < extent.end:
             limit = min(PAGE_RECORDS, extent.end - offset)
             records = await log.read(extent.topic, extent.partition, offset, limit)
             if not records:
                 where = f"{extent.topic}/{extent.partition} ends at offset {offset}"
                 raise LogError(f"{where}, but should be recorded up to {extent.end}; is this a different log?")
-            writer.write(records if rewrite is None else [rewrite(record) for record in records])
+            writer.write(records if rewrite is None else [await rewrite(record) for record in records])
             if progress is not None:
                 progress(writer.done, writer.total)
 
