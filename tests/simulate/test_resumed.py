@@ -17,7 +17,7 @@ from forebay.events.topics import FLEET, REQUESTS
 from forebay.simulate.arrivals import Arrival
 from forebay.simulate.resumed import NotSimulable, ResumedOutcome, SimulatedHardware, resume
 from forebay.simulate.settings import Delay, Delays, Transfer
-from forebay.simulate.tiers.settings import DiskTier, FleetTiers, HostTier, StoreTier
+from forebay.simulate.tiers.settings import FleetTiers, HostTier, StoreTier
 from tests.core.worlds import Driver, joined, pool, request
 
 BLOCK = 4
@@ -46,38 +46,20 @@ def resumed(drive: Driver, *arrivals: Arrival, **options: Any) -> ResumedOutcome
     return resume(state_of(drive.world), arrivals, lambda _: None, **options)
 
 
-def test_tiers_start_with_the_blocks_of_the_index() -> None:
+def test_caches_start_with_the_blocks_of_the_index_and_other_tiers_start_empty() -> None:
     drive = fleet("a", "b", kv_store="s", kv_blocks_total=100)
     drive.stored("b", CHAIN[:3])
     drive.stored("b", CHAIN[:6], tier="host", seq=2)
-    drive.stored("b", CHAIN[6:8], tier="disk", seq=3)
-    drive("kv-events", StoreBlocksAdded(store="s", worker_id="a", sequence_hashes=pack_u64(CHAIN[7:10])))
-    sizes = {"host": HostTier(size="5blocks"), "disk": DiskTier(size="9blocks"), "store": StoreTier(size="9blocks")}
-    cases: tuple[tuple[dict[str, Any], int, tuple[int, int, int]], ...] = (
-        ({}, 3, (0, 0, 0)),
-        ({"host": sizes["host"]}, 5, (2, 0, 0)),  # five of the six blocks fit, of which two are not on the device
-        ({"host": HostTier(size="6blocks"), "disk": sizes["disk"]}, 8, (3, 2, 0)),
-        ({"host": HostTier(size="6blocks"), "disk": sizes["disk"], "store": sizes["store"]}, 10, (3, 2, 2)),
-    )
-    for tiers, blocks, loaded in cases:
-        hardware = SimulatedHardware(tiers=FleetTiers(**tiers))
+    drive("kv-events", StoreBlocksAdded(store="s", worker_id="a", sequence_hashes=pack_u64(CHAIN[:10])))
+    tiers = FleetTiers(host=HostTier(size="50blocks"), store=StoreTier(size="90blocks"))
+    for hardware in (SimulatedHardware(), SimulatedHardware(tiers=tiers)):
         found = resumed(drive, submit("r", CHAIN[:12]), hardware=hardware).served["r"]
-        assert (found.worker, found.cached_tokens) == (1, blocks * BLOCK)
-        assert (found.host_tokens, found.disk_tokens, found.store_tokens) == tuple(count * BLOCK for count in loaded)
+        assert (found.worker, found.cached_tokens, found.host_tokens, found.store_tokens) == (1, 3 * BLOCK, 0, 0)
     small = SimulatedHardware(tiers=FleetTiers(host=HostTier(size="1KB")))
     with pytest.raises(
         NotSimulable, match="tiers of worker a: host: got a size of 1KB, but one block has 524288 bytes"
     ):
         resumed(drive, submit("r", CHAIN[:12]), hardware=small)
-
-
-def test_host_blocks_and_excess_blocks_are_ignored() -> None:
-    drive = fleet("a", kv_blocks_total=16)
-    drive.stored("a", CHAIN[:4], tier="host")
-    assert resumed(drive, submit("r", CHAIN[:4])).served["r"].cached_tokens == 0
-    drive = fleet("a", kv_blocks_total=16)
-    drive.stored("a", CHAIN)
-    assert resumed(drive, submit("r", CHAIN[:8])).served["r"].failure == ""
 
 
 def test_digest_is_reproducible_and_depends_on_the_policy() -> None:
@@ -201,8 +183,6 @@ def test_a_joining_prefill_worker_takes_over_from_one_lost_while_sending() -> No
     assert one.first_us > 10_000_000
 
 
-def test_an_empty_fleet_and_inconsistent_sizes_are_rejected() -> None:
-    with pytest.raises(NotSimulable, match="the state has no worker"):
-        resumed(fleet(), submit("r", CHAIN[:3]))
+def test_a_worker_of_inconsistent_sizes_is_rejected() -> None:
     with pytest.raises(NotSimulable, match=r"worker a .*max_num_batched_tokens"):
         resumed(fleet("a", max_num_seqs=100), submit("r", CHAIN[:3]))

@@ -1,13 +1,12 @@
 """Simulation that starts with the fleet, the caches and the configuration of a snapshot, and plays later arrivals.
 
 The cache of each rank starts with its blocks of the prefix index, in the order of the index, because the index does not
-record when a block was used. Blocks in other tiers are ignored if the simulated workers have no such tier.
+record when a block was used. Other tiers start empty.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import msgspec
 
@@ -18,10 +17,9 @@ from forebay.core.step import claim
 from forebay.core.world import World
 from forebay.engine_model.model import EngineConfig, EngineModel
 from forebay.engine_model.timing import EngineTiming, MockerTiming
-from forebay.events.base import U64_BYTES, unpack_u64
+from forebay.events.base import unpack_u64
 from forebay.events.control import PoolConfigured
 from forebay.events.fleet import WorkerFact, WorkerJoined, WorkerLost, WorkerSpec
-from forebay.events.kv import Tier
 from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import Chunk, IndexBlocks, IndexCursor, StoreBlocks, StoreDropped, WorkerState
 from forebay.events.topics import FLEET
@@ -35,7 +33,6 @@ from forebay.simulate.settings import Delays, Transfer
 from forebay.simulate.tiers.fleet import TierFleet, store_name
 from forebay.simulate.tiers.settings import FleetTiers, TierUnusable
 
-RANK_TIERS: tuple[Literal["host", "disk"], ...] = ("host", "disk")
 NO_DELAYS = Delays()
 
 
@@ -84,25 +81,25 @@ def resume(
             worker that joins starts with an empty cache, and a worker that is lost dies at that moment.
         speedup: how much faster than their model the engines run.
 
-    Raises NotSimulable if there is no worker, or the sizes of a worker contradict each other.
+    Raises NotSimulable if the sizes of a worker contradict each other.
     """
-    fitting = list(_fitting(state, hardware))
-    world = restore(fitting, custom)
+    state = [chunk for chunk in state if not _is_below_device(chunk)]
+    world = restore(state, custom)
     claim(world, max(world.owner_epoch, 0), tuple(sorted(custom)), EVENTS_VERSION)
     configured = [arrival.event for arrival in arrivals if isinstance(arrival.event, PoolConfigured)]
-    reports = any(needs_reports(pool.router) for pool in (*world.pools.values(), *configured))
-    measured = any(pool.router.tier_credit == "measured" for pool in (*world.pools.values(), *configured))
-    joining = [arrival.event.spec for arrival in arrivals if isinstance(arrival.event, WorkerJoined)]
-    for spec in joining:
-        _room(spec, hardware)
-        _config(spec, hardware.timing)  # reject an unusable worker before the run
+    routers = [pool.router for pool in (*world.pools.values(), *configured)]
+    reports = any(map(needs_reports, routers))
+    measured = any(router.tier_credit == "measured" for router in routers)
     cluster = _ResumedCluster(world, delays, hardware, reports=reports, reports_costs=measured, speedup=speedup)
-    cluster.begin(fitting)
-    if not cluster.numbers and not joining:
-        raise NotSimulable("the state has no worker at the start of the simulation, and none joins later")
+    cluster.begin(state)
     cluster.play(ListedArrivals(arrivals), on_arrived)
     ids = [arrival.event.request_id for arrival in arrivals if isinstance(arrival.event, RequestSubmitted)]
     return ResumedOutcome(dict(zip(ids, cluster.requests, strict=True)), cluster.digest(), list(cluster.numbers))
+
+
+def _is_below_device(chunk: Chunk) -> bool:
+    """Return whether a chunk lists blocks of tiers other than the device."""
+    return isinstance(chunk, StoreBlocks | StoreDropped) or (isinstance(chunk, IndexBlocks) and chunk.tier != "device")
 
 
 class _ResumedCluster(SimulatedCluster):
@@ -124,30 +121,21 @@ class _ResumedCluster(SimulatedCluster):
         self._members: dict[str, list[EngineRank]] = {}
 
     def begin(self, state: Sequence[Chunk]) -> None:
-        """Add the ranks of all current members, with warm caches."""
-        cached: dict[tuple[HolderKey, Tier], list[int]] = {}
+        """Add the ranks of all current members, with warm caches. Ranks are numbered in order of their names."""
+        cached: dict[HolderKey, list[int]] = {}
         kv_seqs: dict[HolderKey, int] = {}
-        stored: dict[str, list[int]] = {}
+        workers: dict[str, WorkerState] = {}
         for chunk in state:
-            if isinstance(chunk, IndexBlocks):
-                key = (chunk.worker_id, chunk.rank)
-                cached.setdefault((key, chunk.tier), []).extend(unpack_u64(chunk.sequence_hashes))
+            if isinstance(chunk, WorkerState):
+                workers[chunk.spec.worker_id] = chunk
+            elif isinstance(chunk, IndexBlocks):
+                cached.setdefault((chunk.worker_id, chunk.rank), []).extend(unpack_u64(chunk.sequence_hashes))
             elif isinstance(chunk, IndexCursor):
                 kv_seqs[chunk.worker_id, chunk.rank] = chunk.last_seq
-            elif isinstance(chunk, StoreBlocks):
-                stored.setdefault(chunk.store, []).extend(unpack_u64(chunk.sequence_hashes))
-            elif isinstance(chunk, StoreDropped):
-                stored.pop(chunk.store, None)
-        for key in rank_keys(state):
-            worker = self.world.fleet.get(key[0])
-            assert worker is not None, "the ranks are those of the state"
-            rank = self._join(worker.spec, key[1], worker.worker_epoch, kv_seqs.get(key, 0))
-            rank.engine.warm(cached.get((key, "device"), []))
-            if rank.tiers is not None:
-                for tier in RANK_TIERS:
-                    rank.tiers.restore(tier, cached.get((key, tier), []))
-                rank.tiers.changes()  # the index has these blocks
-                self._tier_fleet.fill_store(worker.spec.model, stored.pop(worker.spec.kv_store, []))
+        for name, worker in sorted(workers.items()):
+            for number in worker.spec.ranks if worker.spec.role != "encode" else ():
+                rank = self._join(worker.spec, number, worker.worker_epoch, kv_seqs.get((name, number), 0))
+                rank.engine.warm(cached.get((name, number), []))
 
     def _arrive(self, arrival: Arrival) -> None:
         event = arrival.event
@@ -170,9 +158,14 @@ class _ResumedCluster(SimulatedCluster):
         number = self.numbers.setdefault(key, len(self.numbers))
         hops = Hops(self._delays, 0, f"{spec.worker_id}/{rank}")
         config = _config(spec, self._hardware.timing)
-        chosen, block_bytes = self._hardware.tiers, _block_bytes(spec, self._hardware)
+        chosen = self._hardware.tiers
+        layout = spec.kv_layout
+        kv_bytes = spec.block_size * self._hardware.transfer.kv_bytes_per_token if layout is None else layout.block_bytes
         on_changed = partial(self._rank_tiers_changed, key)
-        tiers = self._tier_fleet.build(chosen, spec.model, config, block_bytes, on_changed)
+        try:
+            tiers = self._tier_fleet.build(chosen, spec.model, config, kv_bytes, on_changed)
+        except TierUnusable as error:
+            raise NotSimulable(f"tiers of worker {spec.worker_id}: {error}") from None
         if not spec.kv_store:
             spec = msgspec.structs.replace(spec, kv_store=store_name(chosen, spec.model))
         engine = EngineModel(config) if tiers is None else tiers.engine
@@ -183,47 +176,6 @@ class _ResumedCluster(SimulatedCluster):
 
     def _rank_tiers_changed(self, key: HolderKey, is_loaded: bool) -> None:
         self.tiers_changed(self._rank_of[key], is_loaded=is_loaded)
-
-
-def rank_keys(state: Sequence[Chunk]) -> list[HolderKey]:
-    """Return every prefill, decode or aggregated rank of a state, sorted. `ResumedOutcome.ranks` begins with them."""
-    specs = [chunk.spec for chunk in state if isinstance(chunk, WorkerState) and chunk.spec.role != "encode"]
-    return sorted((spec.worker_id, rank) for spec in specs for rank in spec.ranks)
-
-
-def _fitting(state: Sequence[Chunk], hardware: SimulatedHardware) -> Iterator[Chunk]:
-    """Yield the chunks of the state, with the blocks of each rank cut to the sizes of its tiers."""
-    specs = {chunk.spec.worker_id: chunk.spec for chunk in state if isinstance(chunk, WorkerState)}
-    room = {worker_id: _room(spec, hardware) for worker_id, spec in specs.items()}
-    has_store = any(blocks["store"] for blocks in room.values())
-    held: dict[tuple[HolderKey, Tier], int] = {}
-    for chunk in state:
-        if isinstance(chunk, StoreBlocks | StoreDropped):
-            if has_store:
-                yield chunk
-        elif not isinstance(chunk, IndexBlocks):
-            yield chunk
-        elif limit := room[chunk.worker_id][chunk.tier]:
-            key = ((chunk.worker_id, chunk.rank), chunk.tier)
-            hashes = chunk.sequence_hashes[: (limit - held.get(key, 0)) * U64_BYTES]
-            held[key] = held.get(key, 0) + len(hashes) // U64_BYTES
-            yield msgspec.structs.replace(chunk, sequence_hashes=hashes)
-
-
-def _room(spec: WorkerSpec, hardware: SimulatedHardware) -> dict[str, int]:
-    """Return the blocks that fit into each tier of a rank."""
-    try:
-        limits = hardware.tiers.limits(_block_bytes(spec, hardware))
-    except TierUnusable as error:
-        raise NotSimulable(f"tiers of worker {spec.worker_id}: {error}") from None
-    lower = {"host": limits.host, "disk": limits.disk, "store": limits.store}
-    return {"device": spec.kv_blocks_total, **{name: tier.blocks if tier else 0 for name, tier in lower.items()}}
-
-
-def _block_bytes(spec: WorkerSpec, hardware: SimulatedHardware) -> int:
-    if spec.kv_layout is not None:
-        return spec.kv_layout.block_bytes
-    return spec.block_size * hardware.transfer.kv_bytes_per_token
 
 
 def _config(spec: WorkerSpec, timing: EngineTiming) -> EngineConfig:

@@ -352,7 +352,7 @@ def _notes(history: ObservedHistory, assumed: int, median: int) -> list[str]:
     )
     notes = []
     if any(isinstance(chunk, WorkerState) for chunk in history.state):
-        notes.append("Caches start with the blocks of the index, in its order; the recency of blocks is unknown.")
+        notes.append("Caches start with the blocks of the index, whose recency is unknown; other tiers start empty.")
     if joined or lost:
         notes.append(f"{joined:,} workers joined with empty caches and {lost:,} were lost, as recorded.")
     if assumed:

@@ -44,12 +44,6 @@ class TierFleet:
         plan = TierPlan(limits, links, store, block_bytes, self._reports_costs)
         return SimulatedTiers(plan, config, self._scheduler, on_changed)
 
-    def fill_store(self, model: str, keys: Sequence[int]) -> None:
-        """Add blocks that the shared store of a model has from the start."""
-        if model in self._stores:
-            store, _ = self._stores[model]
-            store.add(keys)
-
     def _link(self, tier: TierModel) -> SharedLink:
         return SharedLink(tier.bandwidth * BYTES_PER_US, tier.latency_us, self._scheduler)
 
