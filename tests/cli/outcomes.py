@@ -5,9 +5,7 @@ from collections.abc import Sequence
 
 from forebay.cli.simulate.simulations import SimulationRun
 from forebay.events.control import RouterConfig
-from forebay.events.decisions import CostTerms, RequestRouted, ScoredCandidate
 from forebay.simulate.outcome import (
-    EXPLAINED_MAX,
     RequestOutcome,
     RequestOutcomes,
     SimulationOutcome,
@@ -35,19 +33,14 @@ def run(
 ) -> SimulationRun:
     """Return a run with latencies scaled by `slower`. Arrivals and sizes depend only on the number of requests.
 
-    Requests in `failed` have no response and requests in `again` took two attempts, by number. With `held`, every fifth
-    request waited in the router.
+    Requests in `failed` have no response and requests in `again` took two attempts, by number. With `held`,
+    requests waited in the router.
     """
     settings = one_pool(workers, engine_config())
     names = [f"mock-{number}" for number in range(workers)]
     served = [
         _served(number, workers, slower, reuse, number in failed, 1 + (number in again)) for number in range(requests)
     ]
-    routed = {
-        number: _routed(one, number, names, mode, held)
-        for number, one in enumerate(served[:EXPLAINED_MAX])
-        if one.worker is not None
-    }
     outcome = SimulationOutcome(
         requests=RequestOutcomes(served),
         digest=f"digest of {name}",
@@ -55,7 +48,6 @@ def run(
         gpu_s=workers * requests * EVERY_US / 1e6,
         lasted_us=max((one.last_us for one in served), default=0),
         timeline=_timeline(served, workers, held),
-        routed=routed,
     )
     return SimulationRun(name, settings, RouterConfig(mode=mode), outcome, summary(outcome, workers))
 
@@ -70,39 +62,6 @@ def _served(number: int, workers: int, slower: float, reuse: float, failed: bool
         return RequestOutcome(arrived_us, prompt, output, None, failure="too large for any worker", number=number)
     cached = round(prompt * reuse * rng.random() * 2) // 64 * 64
     return RequestOutcome(arrived_us, prompt, output, worker, cached, first_us, last_us, attempts, number=number)
-
-
-def _routed(one: RequestOutcome, number: int, names: list[str], mode: str, held: bool) -> RequestRouted:
-    assert one.worker is not None
-    blocks, cached = one.prompt_tokens / 64, one.cached_tokens // 64
-    other = names[(one.worker + 1) % len(names)]
-    mine = CostTerms(
-        cost=blocks - cached + 3, prefill_blocks=blocks, overlap_credit=cached, decode_blocks=3.0, active_requests=2,
-        device_overlap=cached,
-    )  # fmt: skip
-    theirs = CostTerms(
-        cost=blocks + 4,
-        prefill_blocks=blocks,
-        overlap_credit=0.0,
-        decode_blocks=4.0,
-        active_requests=3,
-        device_overlap=0,
-    )
-    return RequestRouted(
-        request_id=str(number),
-        attempt=one.attempts,
-        pool="default",
-        worker_id=names[one.worker],
-        worker_epoch=0,
-        slot=0,
-        rank=0,
-        mode=mode,
-        candidates=len(names),
-        table_digest="0" * 16,
-        terms=mine,
-        runner_up=ScoredCandidate(worker_id=other, rank=0, terms=theirs) if mode == "kv" and len(names) > 1 else None,
-        waited_us=20_000 if held and number % 5 == 0 else 0,
-    )
 
 
 def _timeline(served: Sequence[RequestOutcome], workers: int, held: bool) -> UtilizationTimeline:

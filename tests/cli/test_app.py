@@ -143,7 +143,6 @@ def test_every_option_has_the_variable_of_its_name_or_belongs_to_services() -> N
         ("control power", "worker"),
         ("control adapters", "lora"),
         ("control power", "model"),
-        ("profile aiconfigurator", "engine"),
         ("simulate", "policy"),
     ],
 )

@@ -19,7 +19,6 @@ from playwright.sync_api import Browser, Dialog, expect
 from forebay.cli.common.terminal import printable
 from forebay.cli.simulate.report.charts import COLUMNS, ROWS
 from forebay.cli.simulate.report.page import RUNS_MAX, page, require_report, write_report
-from forebay.cli.simulate.report.rows import ROWS_MAX
 from forebay.cli.simulate.report.words import duration
 from forebay.cli.simulate.simulations import SimulationRun
 from forebay.events.control import RouterConfig
@@ -159,7 +158,6 @@ def test_failed_requests_are_reported_first() -> None:
 )
 def test_runs_with_little_to_show_have_a_page(runs: list[SimulationRun]) -> None:
     found = made(*runs)
-    assert len(found.data["explorer"]["rows"]) == max(len(one.outcome.requests) for one in runs)
     assert ("ttft" in found.charts) is any(one.summary["requests"] for one in runs)
 
 
@@ -217,55 +215,6 @@ def test_attainment_curves_count_requests_without_a_response() -> None:
         (curve,) = found.charts[name]["panels"][0]["curves"]
         assert max(curve["y"]) == 0.5
     assert found.charts["itl"]["panels"][0]["curves"][0]["y"][0] == 0.25  # a single token has no ITL
-
-
-def test_requests_are_matched_across_policies_with_different_arrivals() -> None:
-    first = timed("first", (1_000, 2_000, 5), (2_000, 3_000, 7))
-    other = timed("other", (3_000, 4_000, 7), (4_000, 6_000, 5))
-    numbers = other.outcome.requests.column("number")
-    numbers[0], numbers[1] = 1, 0
-    explorer = made(first, other).data["explorer"]
-    assert explorer["rows"] == [0, 1]
-    assert explorer["output"] == [5, 7]
-    assert [one["first"] for one in explorer["runs"]] == [[1_000, 2_000], [4_000, 3_000]]
-
-
-def test_requests_missing_under_a_policy_are_left_out() -> None:
-    explorer = made(timed("one", (1_000, 2_000, 5)), timed("two", (1_000, 2_000, 5), (2_000, 3_000, 6))).data[
-        "explorer"
-    ]
-    assert explorer["rows"] == [0, 1]
-    assert explorer["runs"][0]["attempts"] == [1, -1]
-    assert explorer["runs"][0]["first"] == [1_000, -1]
-
-
-def test_decisions_are_shown_with_their_runner_up() -> None:
-    kv = run("kv", requests=20, workers=3, held=True)
-    (found,) = made(kv).data["explorer"]["runs"]
-    routed = kv.outcome.routed[5]
-    assert routed.runner_up is not None
-    mode, candidates, _, waited_us, mine, other, theirs = found["routed"][5]
-    assert (mode, candidates, waited_us, other) == ("kv", 3, 20_000, routed.runner_up.worker_id)
-    assert mine[0] == pytest.approx(routed.terms.cost, abs=0.01)
-    assert theirs[0] == pytest.approx(routed.runner_up.terms.cost, abs=0.01)
-
-
-@pytest.mark.slow
-def test_the_slowest_and_failed_of_too_many_requests_are_kept() -> None:
-    failed = [7, 23_456]
-    long = run("long", requests=ROWS_MAX + 5_000, failed=failed)
-    found = made(long)
-    explorer = found.data["explorer"]
-    assert len(explorer["rows"]) <= ROWS_MAX
-    assert len(explorer["rows"]) > ROWS_MAX * 0.9
-    assert set(failed) < set(explorer["rows"])
-    requests = long.outcome.requests
-    slowest = sorted((one for one in requests if not one.failure), key=lambda one: one.arrived_us - one.first_us)[
-        :1_000
-    ]
-    assert {one.number for one in slowest} < set(explorer["rows"])
-    assert f"{len(explorer['rows']):,} of {ROWS_MAX + 5_000:,} requests" in found.text
-    assert explorer["runs"][0]["routed"][-1] is None  # decisions are kept for the first requests only
 
 
 def test_heat_maps_have_rates_of_merged_workers_and_bins() -> None:
@@ -360,7 +309,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
 @pytest.fixture(scope="module")
 def report(simulated: tuple[Path, dict[str, Any]], browser: Browser) -> Iterator[Opened]:
-    """Open the report once, because drawing takes seconds. The tests run in this order: charts, explorer, limits."""
+    """Open the report once, because drawing takes seconds. The tests run in this order: charts, limits."""
     with opened(simulated[0], browser) as found:
         drawn(found)
         yield found
@@ -371,10 +320,6 @@ def drawn(found: Opened) -> None:
     found.page.wait_for_selector("html[data-drawn=all]")
     assert found.errors == []
     assert found.requests == []
-
-
-def cells(found: Opened, column: int) -> list[str]:
-    return found.page.locator(f"#requests tbody tr.row td:nth-child({column})").all_inner_texts()
 
 
 def test_every_chart_is_drawn(simulated: tuple[Path, dict[str, Any]], report: Opened) -> None:
@@ -390,43 +335,6 @@ def test_every_chart_is_drawn(simulated: tuple[Path, dict[str, Any]], report: Op
     kept = [report.page.locator(".attainment-row b").nth(at).inner_text() for at in range(len(POLICIES))]
     assert kept == [f"{100 * result['policies'][name]['attained']:.1f}%" for name in POLICIES]
     assert result["digest"] in report.page.inner_text("main")
-
-
-def test_the_explorer_finds_sorts_and_opens_requests(simulated: tuple[Path, dict[str, Any]], report: Opened) -> None:
-    path, _ = simulated
-    explorer = Page(path.read_text()).data["explorer"]
-    first = explorer["runs"][0]["first"]
-    slowest = sorted(range(len(first)), key=lambda at: (-first[at], at))
-    page, where = report.page, report.page.locator("#where")
-    expect(where).to_have_text("1 to 25 of 120")
-    assert cells(report, 1) == [str(at + 1) for at in slowest[:25]]
-    page.click("#after")
-    assert cells(report, 1) == [str(at + 1) for at in slowest[25:50]]
-    page.get_by_role("button", name="TTFT", exact=True).press("Enter")  # by keyboard: lowest TTFT first
-    assert cells(report, 1)[0] == str(slowest[-1] + 1)
-    page.get_by_role("button", name="request", exact=True).click()
-    assert cells(report, 1)[:3] == ["1", "2", "3"]
-    page.fill("#search", "7")
-    expect(where).to_have_text("1 to 1 of 1")
-    page.locator("#requests button.open").press("Enter")
-    sides = page.locator(".side")
-    expect(sides.first).to_contain_text("prompt tokens cached")
-    assert page.locator(".side h3").all_inner_texts() == list(POLICIES)
-    page.locator("#requests button.open").press("Enter")
-    expect(sides).to_have_count(0)
-    page.fill("#search", "mock-2")
-    assert set(cells(report, 5)) == {"mock-2"}
-    page.fill("#search", "nothing is called so")
-    expect(where).to_have_text("no matching requests")
-    page.fill("#search", "")
-    page.select_option("#only", "elsewhere")
-    moved = sum(one != other for one, other in zip(*(run["worker"] for run in explorer["runs"][:2]), strict=True))
-    expect(where).to_have_text(f"1 to 25 of {moved}")
-    page.select_option("#run", "2")
-    page.select_option("#only", "again")
-    again = sum(attempts > 1 for attempts in explorer["runs"][2]["attempts"])
-    expect(where).to_contain_text(f"of {again}" if again else "no matching")
-    assert report.errors == []
 
 
 def test_limits_and_runs_can_be_selected(simulated: tuple[Path, dict[str, Any]], report: Opened) -> None:
@@ -478,10 +386,7 @@ def test_names_are_escaped_and_run_no_script(tmp_path: Path, browser: Browser) -
 
         found.page.on("dialog", dismissed)
         drawn(found)
-        found.page.fill("#search", "4")
-        found.page.locator("#requests button.open").click()
-        expect(found.page.locator(".side h3").first).to_contain_text("</script><img src=x")
-        expect(found.page.locator(".side").first).to_contain_text("too large for any worker")
+        expect(found.page.locator(".chip").first).to_contain_text("</script><img src=x")
         assert found.page.locator("img").count() == 0
         assert dialogs == []
         assert found.errors == []
@@ -494,4 +399,3 @@ def test_a_report_without_responses_has_no_errors(tmp_path: Path, browser: Brows
     with opened(path, browser) as found:
         drawn(found)
         expect(found.page.locator("h1")).to_have_text("No request completed.")
-        assert cells(found, 7) == ["failed"] * 4

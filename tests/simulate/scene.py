@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from forebay.core.routing.policies import RoutingRequest, RoutingWorld
+from forebay.events.decisions import JournalRecord, RequestRouted
 from forebay.events.scaling import (
     DecodePoint,
     DemandForecast,
@@ -93,6 +94,21 @@ def split(
 
 def run(system: Settings, *turns: Turn, router: str = "kv", planning: Planning | None = None) -> SimulationOutcome:
     return Simulation(system, policy(router), CUSTOM, planning=planning).run(Turns(*turns), lambda _: None)
+
+
+def routed(system: Settings, *turns: Turn, router: str = "kv") -> dict[int, RequestRouted]:
+    """Return the last routing decision of each request, by its number."""
+    simulation, found = Simulation(system, policy(router), CUSTOM), dict[int, RequestRouted]()
+    write = simulation.cluster.journal
+
+    def journal(record: JournalRecord) -> None:
+        write(record)
+        if isinstance(record, RequestRouted):
+            found[int(record.request_id)] = record
+
+    simulation.cluster.journal = journal  # type: ignore[method-assign]
+    simulation.run(Turns(*turns), lambda _: None)
+    return found
 
 
 def served(system: Settings, *turns: Turn, router: str = "kv") -> list[RequestOutcome]:
@@ -196,7 +212,7 @@ MS = 1_000
 
 
 def comparable(outcome: SimulationOutcome) -> Any:
-    return list(outcome.requests), outcome.digest, outcome.gpu_s, outcome.timeline, outcome.routed, outcome.workers
+    return list(outcome.requests), outcome.digest, outcome.gpu_s, outcome.timeline, outcome.workers
 
 
 def eventful() -> str:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from forebay.engine_model.timing import decode_us, prefill_us
-from forebay.simulate import cluster
 from forebay.simulate.delays import Draws
 from forebay.simulate.outcome import summary
 from forebay.simulate.settings import (
@@ -79,13 +78,6 @@ def test_a_request_continues_after_losing_two_workers() -> None:
     [one] = served(fleet(3, LifeCycleSettings(faults=faults, lease_ttl_s=1.0)), turn(0, PROMPT, 100))
     assert (one.attempts, one.first_us) == (3, FIRST_US)
     assert one.last_us == again_us + S + lone_us(PROMPT + 1 + 10, 100 - 1 - 10)
-
-
-def test_the_last_decision_is_kept_for_a_bounded_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "EXPLAINED_MAX", 2)
-    life = dies("mock-0", FIRST_US)
-    found = run(fleet(2, life), turn(0, PROMPT, 9), turn(1, at_us=S // 2), turn(2, at_us=9 * S)).routed
-    assert {place: (one.attempt, one.worker_id) for place, one in found.items()} == {0: (2, "mock-1"), 1: (1, "mock-1")}
 
 
 @pytest.mark.parametrize(("early_us", "emitted"), [(1, 0), (0, 1)])
@@ -302,10 +294,12 @@ def test_every_pool_serves_its_model_with_its_block_size() -> None:
         PoolSettings(name="b", model="large", groups=(large,), router=policy("random")),
     )
     models = ("small", "large", "", "huge")
-    outcome = run(Settings(pools=pools), *(turn(at, 100, model=name, at_us=at * S) for at, name in enumerate(models)))
+    turns = [turn(at, 100, model=name, at_us=at * S) for at, name in enumerate(models)]
+    outcome = run(Settings(pools=pools), *turns)
     assert [one.worker for one in outcome.requests] == [0, 1, 0, None]
     assert [one.failure for one in outcome.requests] == ["", "", "", "no pool serves the model huge"]
-    assert [decision.mode for decision in outcome.routed.values()] == ["round-robin", "random", "round-robin"]
+    decisions = scene.routed(Settings(pools=pools), *turns, router="round-robin").values()
+    assert [decision.mode for decision in decisions] == ["round-robin", "random", "round-robin"]
 
 
 # Disaggregation

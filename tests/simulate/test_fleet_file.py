@@ -19,7 +19,7 @@ from forebay.simulate.settings import (
     policy,
 )
 from forebay.simulate.workload import Turn
-from tests.simulate.scene import run, turn
+from tests.simulate.scene import routed, run, turn
 
 WHOLE = """
 delays = "kafka"
@@ -116,7 +116,7 @@ def test_file_defines_fleet_and_life_cycle(tmp_path: Path) -> None:
     turns = [turn(number, 300, model="ab"[number % 2], at_us=number * 400_000) for number in range(20)]
     outcome = run(fleet, *turns, router="round-robin")
     assert [one.failure for one in outcome.requests] == [""] * 20
-    assert {decision.mode for decision in outcome.routed.values()} == {"kv", "round-robin"}
+    assert {decision.mode for decision in routed(fleet, *turns, router="round-robin").values()} == {"kv", "round-robin"}
 
 
 def test_each_hop_may_have_its_own_delay(tmp_path: Path) -> None:
@@ -291,7 +291,8 @@ def test_a_canary_and_a_drain_apply_between_their_start_and_end(tmp_path: Path) 
     assert pools_of(outcome, 20, 30) == {"short"}
     assert pools_of(outcome, 30, 40) == {"long"}
     assert pools_of(outcome, 40, 50) == {"short"}
-    reasons = {routed.pools[0].reason for routed in outcome.routed.values()}
+    decisions = routed(load(tmp_path, POOLS + GRID + CANARY + DRAIN), *turns).values()
+    reasons = {decision.pools[0].reason for decision in decisions}
     assert reasons == {"grid", "canary"}
 
 

@@ -32,7 +32,7 @@ from forebay.simulate.timeline import BINS_MAX, FIRST_BIN_US, Recorder
 from forebay.simulate.workload import Survey, Turn, WorkloadUnusable
 from forebay.simulate.workloads.rows import MooncakeRow
 from tests.core.worlds import spec
-from tests.simulate.scene import CUSTOM, conversations, fleet, played, run, served, turn
+from tests.simulate.scene import CUSTOM, conversations, fleet, played, routed, run, served, turn
 
 
 def simulated(
@@ -346,7 +346,7 @@ def test_a_rejection_includes_every_hop() -> None:
 def test_kv_events_reach_the_index_after_their_delay() -> None:
     turns = [turn(number, PROMPT, at_us=number * S, block_ids=SAME) for number in range(3)]
     at_once, later = (
-        [decision.terms.device_overlap for decision in delayed(delays, *turns, workers=1).routed.values()]
+        [decision.terms.device_overlap for decision in routed(fleet(1, delays=delays), *turns).values()]
         for delays in (Delays(), Delays(kv_events=Delay(fixed_us=1_500_000)))
     )
     assert (at_once, later) == ([0, 10, 10], [0, 0, 10])

@@ -25,7 +25,7 @@ from forebay.simulate.tiers.rank_tiers import SharedStore
 from forebay.simulate.tiers.settings import DiskTier, FleetTiers, HostTier, StoreTier
 from forebay.simulate.workload import Turn
 from tests.depth import examples
-from tests.simulate.scene import fleet, run, served, split, turn
+from tests.simulate.scene import fleet, routed, run, served, split, turn
 
 S = 1_000_000
 BLOCK_BYTES = 64 * Transfer().kv_bytes_per_token
@@ -44,7 +44,8 @@ def load_us(blocks: int, gb_s: float, latency_us: int) -> int:
 
 def test_an_evicted_prompt_is_loaded_from_host_memory() -> None:
     system = fleet(1, sizes=SMALL, tiers=HOST)
-    outcome = run(system, prompt(0, 1, 0), prompt(1, 2, 1), prompt(2, 1, 2))
+    turns = (prompt(0, 1, 0), prompt(1, 2, 1), prompt(2, 1, 2))
+    outcome = run(system, *turns)
     first, _, again = outcome.requests
     took_us = load_us(7, 25.0, 20)
     assert first.first_us == prefill_us(PROMPT)
@@ -52,7 +53,7 @@ def test_an_evicted_prompt_is_loaded_from_host_memory() -> None:
     assert again.first_us - again.arrived_us == took_us + prefill_us(64)
     assert outcome.tiers is not None
     assert (outcome.tiers.loaded, outcome.tiers.written) == ({"host": 7}, {"host": 20})
-    terms = outcome.routed[2].terms
+    terms = routed(system, *turns)[2].terms
     assert (terms.device_overlap, terms.host_overlap) == (2, 8)
     figures = summary(outcome, 1)["tiers"]
     assert figures["tokens"] == {"device": 128, "host": 448, "disk": 0, "store": 0, "computed": 3 * PROMPT - 576}
@@ -93,10 +94,12 @@ def test_all_ranks_of_a_model_share_one_store() -> None:
 
 def test_the_router_sees_the_shared_store() -> None:
     tiers = FleetTiers(store=StoreTier(size="100blocks"))
-    outcome = run(fleet(2, tiers=tiers), prompt(0, 1, 0), prompt(1, 1, 1), router="kv:overlap_score_credit=0")
+    first, again = routed(
+        fleet(2, tiers=tiers), prompt(0, 1, 0), prompt(1, 1, 1), router="kv:overlap_score_credit=0"
+    ).values()
     # With this setting, blocks in device memory count nothing, and blocks in the store that follow them half.
-    assert outcome.routed[1].worker_id != outcome.routed[0].worker_id
-    assert outcome.routed[1].terms.store_overlap == 10
+    assert again.worker_id != first.worker_id
+    assert again.terms.store_overlap == 10
 
 
 def test_a_disk_survives_its_worker_and_host_memory_does_not() -> None:
@@ -107,12 +110,12 @@ def test_a_disk_survives_its_worker_and_host_memory_does_not() -> None:
         (FleetTiers(disk=DiskTier(size="100blocks")), "disk_tokens"),
         (FleetTiers(store=StoreTier(size="100blocks")), "store_tokens"),
     ):
-        outcome = run(fleet(1, life, tiers=tiers), prompt(0, 1, 0), prompt(1, 1, 10))
-        again = outcome.requests[1]
+        system, turns = fleet(1, life, tiers=tiers), (prompt(0, 1, 0), prompt(1, 1, 10))
+        again = served(system, *turns)[1]
         assert again.cached_tokens == (576 if name else 0)
         assert not name or getattr(again, name) == 576
         if name == "disk_tokens":
-            assert outcome.routed[1].terms.disk_overlap == 10
+            assert routed(system, *turns)[1].terms.disk_overlap == 10
 
 
 def test_only_blocks_that_are_used_again_pass_the_filter() -> None:
@@ -193,9 +196,8 @@ def test_prefill_and_decode_workers_load() -> None:
 def test_measured_costs_reach_the_router() -> None:
     tiers = FleetTiers(host=HostTier(size="1000blocks", bandwidth=25.0))
     turns = [prompt(number, 1 + number % 3, 20 * number) for number in range(15)]
-    measured = run(fleet(1, sizes=SMALL, tiers=tiers), *turns, router="kv:tier_credit=measured")
-    weighted = run(fleet(1, sizes=SMALL, tiers=tiers), *turns)
-    last = [outcome.routed[14].terms for outcome in (measured, weighted)]
+    system = fleet(1, sizes=SMALL, tiers=tiers)
+    last = [routed(system, *turns, router=router)[14].terms for router in ("kv:tier_credit=measured", "kv")]
     assert last[0].host_overlap == last[1].host_overlap > 0
     block_us = 0.01518344 * 64 * 1000  # about, of the modelled engine
     saved = 10 - 10 * BLOCK_BYTES / 25_000 / block_us

@@ -59,8 +59,8 @@ COMMANDS: dict[str, dict[str, str | Subcommands]] = {
         "sweep": "simulate.command:SweepCommand",
         "fit": "simulate.command:FitCommand",
         "profile": Subcommands(
-            "Measure a live worker, or create an engine profile.",
-            {"run": "profiler.command:ProfileRunCommand", "aiconfigurator": "simulate.command:AiconfiguratorCommand"},
+            "Measure a live worker.",
+            {"run": "profiler.command:ProfileRunCommand"},
         ),
         "workload": Subcommands(
             "Inspect and convert workloads.",

@@ -39,7 +39,7 @@ from forebay.events.topics import DECISIONS, KV_EVENTS, METRICS, PROGRESS, REQUE
 from forebay.events.transfer import Prefilled
 from forebay.simulate.arrivals import FOREVER_US, Arrival, ListedArrivals
 from forebay.simulate.delays import NO_HOPS, Hop, Hops
-from forebay.simulate.outcome import EXPLAINED_MAX, RequestOutcomes, UtilizationTimeline
+from forebay.simulate.outcome import RequestOutcomes, UtilizationTimeline
 from forebay.simulate.rank import LOAD_INTERVAL_US, EngineRank
 from forebay.simulate.requests import SimulatedRequest
 from forebay.simulate.settings import Transfer
@@ -73,7 +73,6 @@ class SimulatedCluster:
 
     Attributes:
         requests: outcome of each request, in the order of arrival.
-        routed: last routing decision of each of the first `EXPLAINED_MAX` requests, by index in `requests`.
         lasted_us: virtual time at which the last client got the end of its response, or its failure.
         now_us: current virtual time.
     """
@@ -97,7 +96,6 @@ class SimulatedCluster:
         """
         self.world = world
         self.requests = RequestOutcomes()
-        self.routed: dict[int, RequestRouted] = {}
         self.lasted_us = 0
         self._speedup = speedup
         self._reports = reports
@@ -301,8 +299,6 @@ class SimulatedCluster:
         if request is not None:
             request.assign(rank, routed)
             self._expired_leases.discard(routed.request_id)
-            if request.place < EXPLAINED_MAX:
-                self.routed[request.place] = routed
         self._send(rank, partial(self._work, rank, routed))
 
     def _send(self, rank: EngineRank, action: Callable[[], object]) -> None:

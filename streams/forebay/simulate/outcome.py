@@ -6,14 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from forebay.events.decisions import RequestRouted
 from forebay.events.kv import LowerTier
 from forebay.events.progress import OnboardedTokens
 from forebay.events.scaling import PoolObserved, ScalingDecided
 
 LOWER_TIERS: tuple[LowerTier, ...] = get_args(LowerTier)
 FAILURES_SHOWN = 20  # if a trace does not fit, thousands of rows fail for the same reason
-EXPLAINED_MAX = 20_000  # decisions that are kept whole, for inspection
 NO_WORKER = -1
 
 
@@ -184,8 +182,6 @@ class SimulationOutcome:
     gpu_s: float = 0.0
     lasted_us: int = 0  # virtual time of the last response or failure
     timeline: UtilizationTimeline = field(default_factory=UtilizationTimeline)  # load and throughput over time
-    # Last routing decision of each of the first `EXPLAINED_MAX` requests, by index in `requests`.
-    routed: dict[int, RequestRouted] = field(default_factory=dict)
     planned: list[PlannedInterval] = field(default_factory=list)  # intervals of the planner; empty without a planner
     tiers: TierTraffic | None = None  # blocks that the tiers have moved; None if no worker has tiers
 

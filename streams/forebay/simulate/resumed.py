@@ -159,11 +159,12 @@ class _ResumedCluster(SimulatedCluster):
         hops = Hops(self._delays, 0, f"{spec.worker_id}/{rank}")
         config = _config(spec, self._hardware.timing)
         chosen = self._hardware.tiers
-        layout = spec.kv_layout
-        kv_bytes = spec.block_size * self._hardware.transfer.kv_bytes_per_token if layout is None else layout.block_bytes
+        block_bytes = spec.block_size * self._hardware.transfer.kv_bytes_per_token
+        if spec.kv_layout is not None:
+            block_bytes = spec.kv_layout.block_bytes
         on_changed = partial(self._rank_tiers_changed, key)
         try:
-            tiers = self._tier_fleet.build(chosen, spec.model, config, kv_bytes, on_changed)
+            tiers = self._tier_fleet.build(chosen, spec.model, config, block_bytes, on_changed)
         except TierUnusable as error:
             raise NotSimulable(f"tiers of worker {spec.worker_id}: {error}") from None
         if not spec.kv_store:

@@ -123,7 +123,6 @@ class Simulation:
             gpu_s=self._processes.gpu_s(cluster.lasted_us),
             lasted_us=cluster.lasted_us,
             timeline=cluster.timeline(),
-            routed=cluster.routed,
             planned=self._planned.intervals if self._planned is not None else [],
             tiers=tier_traffic(self._processes.tiers()),
         )

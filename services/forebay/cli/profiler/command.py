@@ -10,7 +10,6 @@ from forebay.cli.common.options import Option
 from forebay.cli.profiler.profile_file import ProfiledRole
 
 URL = "http://127.0.0.1:8000"
-TITLE = "forebay profile"  # of the report
 ISL = "128,512,2048,8192"
 CONTEXTS = "512,2048,8192"
 CONCURRENCIES = "1,4,16,64"
@@ -50,4 +49,3 @@ class ProfileRunCommand:
         int, Option(min=1, max=TOKENS_MAX, help="Tokens per step of the engine, for --engine-profile-out.")
     ] = 8_192
     engine_profile_out: Annotated[Path | None, Option(help="Also write an engine profile for the simulator.")] = None
-    report: Annotated[Path | None, Option(help="Write a self-contained HTML report to this path.")] = None

@@ -14,9 +14,8 @@ from forebay.cli.common.credentials import client_headers
 from forebay.cli.common.errors import BROKEN, complain, explained, fail
 from forebay.cli.common.extras import require_extra
 from forebay.cli.common.failures import advice, status_failure
-from forebay.cli.common.page import require_writable
 from forebay.cli.common.terminal import counting_bar
-from forebay.cli.profiler.command import CONCURRENCY_MAX, NUMBER, TITLE, TOKENS_MAX, VALUES_MAX, ProfileRunCommand
+from forebay.cli.profiler.command import CONCURRENCY_MAX, NUMBER, TOKENS_MAX, VALUES_MAX, ProfileRunCommand
 from forebay.cli.profiler.measure import (
     MeasurementFailed,
     PointImpossible,
@@ -25,12 +24,11 @@ from forebay.cli.profiler.measure import (
     measure_point,
     random_prompts,
 )
-from forebay.cli.profiler.outputs import show, write_engine_profile, write_report
+from forebay.cli.profiler.outputs import show, write_engine_profile
 from forebay.cli.profiler.profile_file import (
     GridPoint,
     LeftOut,
     MeasuredProfile,
-    ProfiledRole,
     ProfileSettings,
     grid,
     open_profile,
@@ -67,8 +65,12 @@ def run_profile(options: ProfileRunCommand) -> None:
             raise Unusable(f"--context {contexts[0]} must exceed --output-tokens {options.output_tokens}")
         if not options.out.parent.is_dir():
             raise Unusable(f"--out {options.out}: no such directory {options.out.parent}")
-    _require_outputs(options.role, options.engine_profile_out, options.report)
-    with explained():
+        if options.engine_profile_out is not None:
+            require_extra("fit", "--engine-profile-out", "numpy", "scipy")
+            if options.role != "aggregated":
+                raise Unusable(
+                    f"--engine-profile-out requires --role aggregated, got {options.role}; it needs prefill and decode"
+                )
         system: ProfiledSystem = find_system(options.url.rstrip("/"), headers, options.model_name, options.worker)
         settings = ProfileSettings(
             model=system.model,
@@ -84,18 +86,6 @@ def run_profile(options: ProfileRunCommand) -> None:
         show(profile)
         if options.engine_profile_out is not None:
             write_engine_profile(profile, options.max_num_batched_tokens, options.engine_profile_out)
-    if options.report is not None:
-        write_report(profile, options.report)
-
-
-def _require_outputs(role: ProfiledRole, engine_profile_out: Path | None, report: Path | None) -> None:
-    """Check, before anything is measured, that the engine profile and the report can be written."""
-    if engine_profile_out is not None:
-        require_extra("fit", "--engine-profile-out", "numpy", "scipy")
-        if role != "aggregated":
-            fail(f"--engine-profile-out requires --role aggregated, got {role}; it needs prefill and decode")
-    if report is not None:
-        require_writable("--report", report, TITLE)
 
 
 def _numbers(option: str, text: str, most: int) -> tuple[int, ...]:

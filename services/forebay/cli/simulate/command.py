@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from forebay.cli.common.options import Argument, Option
 from forebay.cli.common.recording import GroupOption
@@ -128,20 +128,3 @@ class WorkloadConvertCommand:
     out: Annotated[Path, Option("--out", short="-o", help="Path of the file to write.")]
     shape: ShapeOptions
     seed: SeedOption = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AiconfiguratorCommand:
-    """Write a profile that approximates NVIDIA AIConfigurator's estimates of a model's step times.
-
-    Errors against these estimates are printed on stderr and written to the file.
-    """
-
-    RUN: ClassVar = "simulate.profile:run_aiconfigurator"
-    REQUIRES: ClassVar = ("aiconfigurator", "aiconfigurator_core", "numpy", "scipy")
-
-    model: Annotated[str, Argument(help="Name of a model on Hugging Face that AIConfigurator supports.")]
-    system: Annotated[str, Option(help="GPU system, such as h100_sxm, h200_sxm or b200_sxm.")] = "h100_sxm"
-    engine: Annotated[Literal["vllm", "sglang", "tensorrt-llm"], Option(help="Engine.")] = "vllm"
-    tensor_parallel: Annotated[int, Option(min=1, max=1024, help="Tensor-parallel GPUs per engine.")] = 1
-    out: OutOption = None

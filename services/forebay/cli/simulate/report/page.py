@@ -11,7 +11,6 @@ from forebay.cli.common.page import Chart, Part, render, require_writable, write
 from forebay.cli.common.terminal import bar
 from forebay.cli.simulate.report.charts import attainment, loads, over_time
 from forebay.cli.simulate.report.measures import Measured, limits, measured
-from forebay.cli.simulate.report.rows import explored
 from forebay.cli.simulate.report.words import (
     duration,
     findings,
@@ -22,7 +21,6 @@ from forebay.cli.simulate.report.words import (
     slo_text,
 )
 from forebay.cli.simulate.simulations import SimulationRun
-from forebay.simulate.outcome import EXPLAINED_MAX
 from forebay.simulate.slo import Slo
 
 RUNS_MAX = 12  # runs on one page; charts with more lines are unreadable
@@ -68,7 +66,7 @@ def page(
         Part(kind=TEMPLATE, title="runs", text=subject, items=found, values=shown),
         metrics_table(shown),
     ]
-    kept, rows = limits(shown, slo or Slo()), explored(shown)
+    kept = limits(shown, slo or Slo())
     if any(one.ttft_ms for one in shown):
         parts += [Part(kind=TEMPLATE, title="limits", text=slo_text(slo) if slo else "", values=shown)]
         parts += attainment(shown, kept)
@@ -76,7 +74,6 @@ def page(
     parts += [
         *over_time(shown),
         *loads(shown),
-        Part(kind=TEMPLATE, title="explorer", values=(len(rows["rows"]), rows["of"], shown)),
         Part(kind="notes", title="Definitions of the metrics", items=notes(shown)),
         Part(kind=TEMPLATE, title="end", items=settings.splitlines(), text=digest),
     ]
@@ -87,13 +84,10 @@ def page(
         colours={one.label: one.colour for one in shown},
         data={
             "labels": [one.label for one in shown],
-            "colours": [one.colour for one in shown],
             "limits": {**kept, "e2e": duration(slo.e2e_ms) if slo and slo.e2e_ms else ""},
-            "explained": EXPLAINED_MAX,
-            "explorer": rows,
         },
         style=f"{FOLDER}/report.css",
-        scripts=[f"{FOLDER}/explorer.js", f"{FOLDER}/report.js"],
+        scripts=[f"{FOLDER}/report.js"],
     )
 
 

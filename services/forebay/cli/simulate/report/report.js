@@ -1,5 +1,4 @@
 // Controls of the report: visible runs and SLO limits.
-const NONE = -1;
 
 function share(part, whole) {
   return whole ? `${((100 * part) / whole).toFixed(1)}%` : "-";
@@ -58,6 +57,5 @@ function showLimits(limits) {
 begin = async (data) => {
   showRuns();
   showLimits(data.limits);
-  showRequests(data);
   await drawAll();
 };
