@@ -154,15 +154,13 @@ def test_changed_kv_event_that_alters_an_overlap(recording: Path) -> None:
     (differing,) = [row for row in table["rows"] if "device_overlap" in row["differs"]]
     assert differing["worker_id"] == stored.worker_id
     assert differing["derived"]["device_overlap"] < differing["recorded"]["device_overlap"]
-    suspects = [*report["suspicion"]["likely"], *report["suspicion"]["others"]]
-    assert ("kv-events", offset) in [(one["topic"], one["offset"]) for one in suspects]
     assert report["events"][-1]["type"] == "request.submitted"
     assert report["events"][-1]["now_us"] == report["recorded"]["consumed"][-1]["now_us"]
     assert report["previous"]["offset"] == report["offset"] - 1
     assert report["held"]["since"]["kv-events"][0] <= offset < report["held"]["since"]["kv-events"][1]
     shown = command(recording)
     assert shown.returncode == 1
-    for words in ("DIVERGENCE", "Cost table", "!=", "holds only the terms of the winner", "Suspected events"):
+    for words in ("DIVERGENCE", "Cost table", "!=", "holds only the terms of the winner"):
         assert words in shown.stdout, shown.stdout
 
 
@@ -171,7 +169,6 @@ def test_changed_cost_weight(recording: Path) -> None:
     edit(recording, CONTROL, offset, pool, router=replace(pool.router, overlap_score_credit=0.5))
     report = divergence(recording)
     assert any("overlap_credit" in row["differs"] for row in report["table"]["rows"])
-    assert any("overlap_score_credit 0.5" in one["text"] for one in report["suspicion"]["others"])
 
 
 def test_changed_fields_of_a_decision(recording: Path) -> None:

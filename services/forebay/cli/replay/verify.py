@@ -178,11 +178,6 @@ def _show_divergence(console: Console, divergence: DivergenceReport) -> None:
     )
     more = f"; {divergence.events_before} earlier ones omitted" if divergence.events_before else ""
     _show_events(console, f"Events applied since the previous record{elsewhere}{more}", divergence.events)
-    if divergence.suspicion is not None:
-        suspicion = divergence.suspicion
-        more = f"; {suspicion.more} more" if suspicion.more else ""
-        title = f"Suspected events since journal offset {divergence.held.journal_offset}: {suspicion.why}{more}"
-        _show_events(console, title, [*suspicion.likely, *suspicion.others])
 
 
 def _show_tables(console: Console, table: CostTables) -> None:

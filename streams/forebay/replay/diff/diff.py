@@ -159,7 +159,7 @@ async def derive_up_to(
     trail, records = DivergenceTrail(walk), 0
     async for step in walk:
         if step.divergence is not None:
-            return await trail.report(log, partition, step.divergence, step)
+            return trail.report(step.divergence, step)
         trail.add_verified(step)
         records += 1
         if progress is not None and records % PROGRESS_EVERY == 0:
@@ -238,7 +238,7 @@ async def _compare(
     report, verified = comparison.report, 0
     async for step in walk:
         if step.divergence is not None:
-            report.divergence = await trail.report(log, partition, step.divergence, step)
+            report.divergence = trail.report(step.divergence, step)
             break
         trail.add_verified(step)
         comparison.follow(step.offset, step.record)

@@ -169,7 +169,7 @@ class _Derived:
     async def _apply(self, walk: Walk, trail: DivergenceTrail, begin: int) -> None:
         async for step in walk:
             if step.divergence is not None:
-                self.divergence = await trail.report(self.log, self.partition, step.divergence, step)
+                self.divergence = trail.report(step.divergence, step)
                 return
             trail.add_verified(step)
             begins = walk.consumed_from(step.record)

@@ -1,13 +1,12 @@
-"""Report a divergence: recorded and derived decision, both cost tables, the events before, and what the cause may be.
+"""Report a divergence: recorded and derived decision, both cost tables, and the events before.
 
 If a digest in the journal matched the derived state, the cause was applied after that digest. The memory that a walk
 needs for a later report does not grow with the length of the walk.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -15,7 +14,7 @@ from forebay.core.rederive import Divergence
 from forebay.core.routing.cost import CostTable
 from forebay.core.routing.plan import Plan
 from forebay.core.step import CLOCK, InputEvent
-from forebay.events.base import U64_BYTES, array_u64, hex_digest
+from forebay.events.base import U64_BYTES, hex_digest
 from forebay.events.decisions import (
     Advanced,
     CostTerms,
@@ -25,12 +24,9 @@ from forebay.events.decisions import (
     RouteAnswered,
     ScoredCandidate,
 )
-from forebay.events.kv import BlocksRemoved, BlocksStored, KvEvent, StoreKvEvent
 from forebay.events.progress import ProgressEvent
-from forebay.events.topics import CONTROL, FLEET, INPUTS, KV_EVENTS, PROGRESS, Topic
+from forebay.events.topics import INPUTS
 from forebay.replay.walk import Step, Walk
-from forebay.transport.base import Log
-from forebay.transport.history.reader import decode_or_none, records_of
 from forebay.transport.readable import HEX_FIELDS
 
 WINNER, RUNNER_UP = "winner", "runner-up"
@@ -127,10 +123,6 @@ def _differing(derived: CostTerms | None, recorded: CostTerms) -> tuple[str, ...
     return tuple(name for name in recorded.__struct_fields__ if getattr(derived, name) != getattr(recorded, name))
 
 
-LIKELY_SHOWN, SHOWN = 15, 20  # events about the prompt's blocks, and all events
-SCANNED_MAX = 100_000  # records per topic; a digest is journaled at least every thousand decisions
-OVERLAP_TERMS = frozenset({"device_overlap", "host_overlap", "disk_overlap", "store_overlap"})
-LOAD_TERMS = frozenset({"prefill_blocks", "decode_blocks", "active_requests"})
 OMITTED = frozenset({"at_us", "token_ids", "nonce", "reply_slot", "reply_from"})  # fields that change no decision
 
 
@@ -142,57 +134,6 @@ class EventSummary(msgspec.Struct, kw_only=True):
     type: str
     text: str
     now_us: int | None = None
-
-
-class Suspicion(msgspec.Struct, kw_only=True):
-    """Events that may be the cause of a divergence.
-
-    `others` are the newest suspected events that are not about blocks of the prompt, or whose block hashes were
-    changed.
-    """
-
-    why: str
-    likely: list[EventSummary]
-    others: list[EventSummary]
-    more: int
-
-
-class _Wanted(NamedTuple):
-    why: str
-    topics: tuple[Topic, ...]
-    admits: Callable[[InputEvent | None], bool]
-
-
-async def suspicion_of(
-    log: Log,
-    partition: int,
-    records: tuple[JournalRecord, JournalRecord | None],
-    table: CostTables | None,
-    blocks: frozenset[int],
-    since: Mapping[str, tuple[int, int]],
-) -> Suspicion | None:
-    """Return the events that may be the cause of a divergence; None if any event may be the cause.
-
-    `table` is None if no routing decision was derived. `since` has the offset range to examine, by topic.
-    """
-    wanted = _wanted(records, table, blocks)
-    if wanted is None:
-        return None
-    likely: deque[EventSummary] = deque(maxlen=LIKELY_SHOWN)
-    others: deque[EventSummary] = deque(maxlen=SHOWN)
-    count = 0
-    for topic in wanted.topics:
-        first, end = since.get(topic.name, (0, 0))
-        async for record in records_of(log, topic, partition, max(first, end - SCANNED_MAX), end):
-            event = decode_or_none(topic, record.value)
-            if wanted.admits(event):
-                count += 1
-                of_prompt = _of_prompt(event, blocks)
-                summary = summarize(topic.name, record.offset, event)
-                summary.text += f"; {of_prompt} of this prompt" if of_prompt else ""
-                (likely if of_prompt else others).append(summary)
-    shown = list(others)[-(SHOWN - len(likely)) :]
-    return Suspicion(why=wanted.why, likely=list(likely), others=shown, more=count - len(likely) - len(shown))
 
 
 def summarize(topic: str, offset: int, event: InputEvent | None, now_us: int | None = None) -> EventSummary:
@@ -227,64 +168,6 @@ def _value(value: object) -> str:
             return str(value)
 
 
-def _wanted(
-    records: tuple[JournalRecord, JournalRecord | None], table: CostTables | None, blocks: frozenset[int]
-) -> _Wanted | None:
-    recorded, derived = records
-    if isinstance(recorded, Advanced) or isinstance(derived, Advanced):
-        return None
-    if table is None or not table.comparable:
-        return _Wanted("different decision type or request", (CONTROL, FLEET), _any)
-    differing = [row for row in table.rows if row.differs]
-    overlaps = [row for row in differing if OVERLAP_TERMS.intersection(row.differs)]
-    loads = [row for row in differing if LOAD_TERMS.intersection(row.differs)]
-    if overlaps:
-        names = ", ".join(_overlap_text(row) for row in overlaps)
-        ranks = {(row.worker_id, row.rank) for row in overlaps}
-        is_suspect = partial(_may_change_overlap, ranks)
-        return _Wanted(f"overlap: {names}", (KV_EVENTS,), is_suspect)
-    if loads:
-        workers = {row.worker_id for row in loads}
-        why = f"load of {', '.join(sorted(workers))}"
-        return _Wanted(why, (PROGRESS, FLEET), lambda event: getattr(event, "worker_id", None) in workers)
-    if differing:
-        return _Wanted("weights", (CONTROL,), _any)
-    if table.recorded_candidates != sum(row.derived is not None for row in table.rows):
-        return _Wanted("eligible worker ranks", (FLEET, CONTROL), _any)
-    if table.digest != table.recorded_digest:
-        why = "terms of a candidate that the journal holds only as a digest"
-        return _Wanted(why, (KV_EVENTS,), lambda event: bool(_of_prompt(event, blocks)))
-    return None
-
-
-def _any(_: InputEvent | None) -> bool:
-    return True
-
-
-def _overlap_text(row: CostTableRow) -> str:
-    assert row.derived is not None, "only rows with both terms differ"
-    assert row.recorded is not None, "only rows with both terms differ"
-    derived, recorded = map(_tiers_text, (row.derived, row.recorded))
-    tiers = "device+host+disk" + ("+store" if row.derived.store_overlap or row.recorded.store_overlap else "")
-    return f"{row.worker_id}/{row.rank} has {derived} blocks ({tiers}) as derived, {recorded} as recorded"
-
-
-def _tiers_text(terms: CostTerms) -> str:
-    store = f"+{terms.store_overlap}" if terms.store_overlap else ""
-    return f"{terms.device_overlap}+{terms.host_overlap}+{terms.disk_overlap}{store}"
-
-
-def _may_change_overlap(ranks: set[tuple[str, int]], event: InputEvent | None) -> bool:
-    """Return whether an event changes the cache of one of the ranks, or a shared store."""
-    return isinstance(event, StoreKvEvent) or (isinstance(event, KvEvent) and (event.worker_id, event.rank) in ranks)
-
-
-def _of_prompt(event: InputEvent | None, blocks: frozenset[int]) -> int:
-    if not isinstance(event, BlocksStored | BlocksRemoved | StoreKvEvent):
-        return 0
-    return len(blocks.intersection(array_u64(event.sequence_hashes)))
-
-
 EVENTS_SHOWN = 50  # the last consumed events, which are nearest to the decision
 PLANS_KEPT = 1_024  # derived from the events of one record and not in the journal yet
 
@@ -307,7 +190,6 @@ class DivergenceReport(msgspec.Struct, kw_only=True):
         events_before: number of events that were applied together with `events` but earlier, and are not listed.
         events_offset: offset of the journal record whose `consumed` counts these events. They may have led to several
             decisions.
-        suspicion: events that may be the cause; None if any event since `held` may be the cause.
     """
 
     offset: int
@@ -323,7 +205,6 @@ class DivergenceReport(msgspec.Struct, kw_only=True):
     events_offset: int
     table: CostTables | None
     held: LastVerifiedState
-    suspicion: Suspicion | None
 
 
 class DivergenceTrail:
@@ -351,14 +232,12 @@ class DivergenceTrail:
         if isinstance(record, Advanced):
             self._held, self._sealed, self._view = step.offset, True, dict(self._walk.world.view)
 
-    async def report(self, log: Log, partition: int, divergence: Divergence, step: Step) -> DivergenceReport:
+    def report(self, divergence: Divergence, step: Step) -> DivergenceReport:
         recorded, derived = divergence.recorded, divergence.derived
         made = self._plan_of(derived)
         table = None if made is None else tables(made, recorded)
-        blocks = frozenset() if made is None else frozenset(made.request.blocks)
         consuming = step if step.record.consumed or self._consuming is None else self._consuming
         events, count = self._events(consuming)
-        since = self._since()
         return DivergenceReport(
             offset=divergence.offset,
             reason=divergence.reason,
@@ -372,8 +251,7 @@ class DivergenceTrail:
             events_before=count - len(events),
             events_offset=consuming.offset,
             table=table,
-            held=LastVerifiedState(journal_offset=self._held, sealed=self._sealed, since=since),
-            suspicion=await suspicion_of(log, partition, (recorded, derived), table, blocks, since),
+            held=LastVerifiedState(journal_offset=self._held, sealed=self._sealed, since=self._since()),
         )
 
     def _plan_of(self, derived: JournalRecord | None) -> Plan | None:

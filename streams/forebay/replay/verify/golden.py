@@ -95,8 +95,6 @@ def _lines(divergence: DivergenceReport) -> Iterator[str]:
         yield f"  recorded {_short(divergence.recorded)}, derived nothing"
     for event in divergence.events:
         yield f"  applied before: {event.topic} {event.offset} {event.type}: {event.text}"
-    if divergence.suspicion is not None:
-        yield f"  suspected: {divergence.suspicion.why}"
     yield "  more, with both cost tables: forebay verify"
 
 

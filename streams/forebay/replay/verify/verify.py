@@ -264,7 +264,7 @@ async def _verify_span(
         if divergence is None and isinstance(record, SnapshotRecord):
             divergence = await _check_snapshot(log, partition, step.offset, record, report)
         if divergence is not None:
-            report.divergence = await trail.report(log, partition, divergence, step)
+            report.divergence = trail.report(divergence, step)
             break
         trail.add_verified(step)
         report.claims += isinstance(record, OwnerClaimed)
