@@ -67,7 +67,8 @@ def middle_of(log: SqliteLog) -> tuple[int, int]:
 async def compared(
     log: SqliteLog, from_us: int | None, to_us: int | None = None, start: Start | None = None
 ) -> DiffReport:
-    return await diff(log, 0, OTHER, span=await span_of(log, 0, from_us, to_us, start, CUSTOM))
+    span = await span_of(log, 0, from_us, to_us, CUSTOM)
+    return await diff(log, 0, OTHER, span=span if start is None else span._replace(start=start))
 
 
 async def state_at(log: SqliteLog, offset: int) -> Start:
@@ -80,7 +81,7 @@ async def state_at(log: SqliteLog, offset: int) -> Start:
 def test_the_result_does_not_depend_on_where_the_derivation_begins(name: str) -> None:
     async def reports(log: SqliteLog, from_us: int, to_us: int) -> list[DiffReport]:
         begin, end = await extent(log)
-        first = (await span_of(log, 0, from_us, to_us, None, CUSTOM)).first
+        first = (await span_of(log, 0, from_us, to_us, CUSTOM)).first
         starts = [None, await oldest(log, 0, end, CUSTOM)]
         if first > begin:
             starts.append(await state_at(log, first - 1))

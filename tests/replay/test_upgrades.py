@@ -29,12 +29,12 @@ from forebay.replay.catalog.markers import markers
 from forebay.replay.catalog.requests import requests
 from forebay.replay.catalog.seek import CatalogStates, catalog_explanation, catalog_position
 from forebay.replay.catalog.store import Store
-from forebay.replay.diff.diff import EmptySpan, diff, span_of
+from forebay.replay.diff.diff import diff, span_of
 from forebay.replay.explain.explain import explain
 from forebay.replay.spans import OtherSpan
 from forebay.replay.status import GroupStatus, read_status
 from forebay.transport.base import Draft, Log, NotDerivable
-from forebay.transport.history.reader import OtherRules, journal_records
+from forebay.transport.history.reader import OtherRules, SpanEnds, journal_records
 from forebay.transport.history.snapshots import load_sealed
 from forebay.transport.recording.manifest import utc
 from forebay.transport.sqlite.log import SqliteLog
@@ -208,53 +208,27 @@ def unchanged(pool: PoolConfigured) -> PoolConfigured:
     return pool
 
 
-def left_out(made: Upgraded, number: int) -> OtherSpan:
-    first, end = made.claims[number], made.seals[number] + 1
-    return OtherSpan(rules=OTHER, release=OTHER_RELEASE, first=first, end=end, decisions=1)
-
-
-@pytest.mark.parametrize(("owners", "compared"), [("oxo", 2), ("ox", 1), ("xo", 1), ("xoxox", 2), ("oo", 2)])
-async def test_only_decisions_with_own_rules_are_compared(log: SqliteLog, owners: str, compared: int) -> None:
+@pytest.mark.parametrize("owners", ["ox", "oxo", "oo"])
+async def test_a_comparison_covers_one_part(log: SqliteLog, owners: str) -> None:
     made = await upgraded(log, owners)
-    report = await diff(log, 0, unchanged)
-    assert (report.identical, report.moved.compared, report.history.decisions) == (True, compared, compared)
-    assert report.left_out == [left_out(made, number) for number, letter in enumerate(owners) if letter == "x"]
-    assert report.state == report.other_state
-    assert sum("Left out: 1 decision at journal offsets" in note for note in report.notes) == owners.count("x")
-
-
-async def test_an_alternative_is_compared_in_each_part(log: SqliteLog) -> None:
-    await upgraded(log, "oxo")
-    report = await diff(log, 0, lambda pool: pool.with_mode("random"))
-    assert (report.moved.evaluated, report.requests, report.other.decisions) == (2, 2, 2)
-    assert report.state != report.other_state
-    assert any(f"made by {RULES}" in note for note in report.notes)
-
-
-async def test_a_window_selects_parts(log: SqliteLog) -> None:
-    made = await upgraded(log, "oxox")
     times = [await made.clock(offset) for offset in made.routed]
-    only_third = await span_of(log, 0, times[2], times[3])
-    assert (only_third.first, only_third.end, only_third.left_out) == (made.routed[2], made.seals[2] + 1, ())
-    report = await diff(log, 0, unchanged, span=await span_of(log, 0, times[1]))
-    assert (report.moved.compared, report.left_out) == (1, [left_out(made, 1), left_out(made, 3)])
-    with pytest.raises(NotDerivable, match="nothing to compare"):
-        await span_of(log, 0, times[1], times[2])
-    with pytest.raises(EmptySpan):
-        await span_of(log, 0, times[3] + 60_000_000)
+    for at, (letter, from_us, to_us) in enumerate(zip(owners, times, [*times[1:], LATEST_US], strict=True)):
+        if letter == "o":
+            report = await diff(log, 0, unchanged, span=await span_of(log, 0, from_us, to_us - at))
+            assert (report.identical, report.history.decisions) == (True, 1)
+    if "x" in owners:
+        with pytest.raises(OtherRules):
+            await diff(log, 0, unchanged)
+    else:
+        assert (await diff(log, 0, unchanged)).history.decisions == 2
 
 
-async def test_the_command_names_what_it_left_out(tmp_path: Path) -> None:
+async def test_the_command_names_the_version_of_another_part(tmp_path: Path) -> None:
     await upgraded_file(tmp_path / "log.db", "oxo")
-    await upgraded_file(tmp_path / "others.db", "xx")
-    command = ("replay", "diff", tmp_path / "log.db", "--policy", "random")
-    code, shown, _ = await forebay(*command)
-    assert (code, f"Left out: 1 decision at journal offsets 4 to 7, made by {RULES}" in shown) == (0, True)
-    _, shown, _ = await forebay(*command, "--json")
-    assert msgspec.json.decode(shown)["left_out"][0]["decisions"] == 1
-    code, shown, error = await forebay("replay", "diff", tmp_path / "others.db", "--policy", "random")
-    text = f"nothing to compare: {RULES} made all 2 decisions, this program has version {CORE_VERSION}"
-    assert (code, shown, text in error) == (3, "", True)
+    code, shown, error = await forebay("replay", "diff", tmp_path / "log.db", "--policy", "random")
+    assert (code, shown, error.count("\n")) == (3, "", 1)
+    assert DECIDED_BY in error
+    assert "or compare a part with --from and --to" in error
 
 
 # Explanations
@@ -504,6 +478,7 @@ async def test_what_follows_given_up_records_is_derived(
         assert follower.walk.world.digest() == last.world.digest()
     explained = await explain(log, 0, "c")
     assert (explained.recorded, explained.derived_from >= claim) == ((), True)
-    report = await diff(log, 0, unchanged)
-    assert report.identical
-    assert [part.decisions for part in report.left_out] == ([] if lost_rules == CORE_VERSION else [1])
+    with pytest.raises(SpanEnds):
+        await diff(log, 0, unchanged)
+    routed_us = system.decisions(RequestRouted)[-1].consumed[-1].now_us
+    assert (await diff(log, 0, unchanged, span=await span_of(log, 0, routed_us))).identical

@@ -220,8 +220,7 @@ async def seek(
 async def _last_valid(log: Log, partition: int, start: Start, wanted: int) -> int:
     """Return the offset of the last valid record from `start` up to `wanted`, inclusive; -1 if there is none."""
     last = -1
-    validity = await validity_at(log, partition, start.offset, start.world, start.rules)
-    async for at, _ in journal(log, partition, start.offset, wanted + 1, validity):
+    async for at, _ in journal(log, partition, start.offset, wanted + 1, await start.validity(log, partition)):
         last = at
     return last
 

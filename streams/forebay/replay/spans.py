@@ -10,7 +10,6 @@ from typing import NamedTuple
 import msgspec
 
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
-from forebay.core.step import AnyDecision
 from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import OwnerClaimed, Sealed
 from forebay.events.topics import DECISIONS
@@ -34,27 +33,22 @@ from forebay.transport.recording.manifest import utc
 
 
 class OtherSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """Part of a journal that only a program with other decision rules can derive: forebay `release`, empty if unknown.
-
-    `decisions` is unset where they are not counted.
-    """
+    """Part of a journal that only forebay `release` can derive, with other decision rules. Empty if unknown."""
 
     rules: int
     release: str = ""
     first: int
     end: int
-    decisions: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class RulesSpan(NamedTuple):
-    """Part of a journal. It begins with `claim`, or at the beginning of the log with the state `before`."""
+    """Part of a journal. It begins with `claim`, or at the beginning of the log."""
 
     rules: int
     first: int
     end: int
     claim: OwnerClaimed | None
     release: str = ""
-    before: StoredState | None = None
 
     @property
     def is_own(self) -> bool:
@@ -66,21 +60,11 @@ class RulesSpan(NamedTuple):
             return await oldest(log, partition, end, custom)
         return Start(await load_continued(log, partition, self.claim, custom), self.first, begins_span=True)
 
-    def validity(self) -> Validity:
-        if self.before is None:
-            return Validity(-1, self.rules, nonce=None, seq=None)  # the first record is the claim
-        return Validity.after(self.before, self.rules)
-
-    async def decisions(self, log: Log, partition: int, first: int = 0, end: int | None = None) -> int:
-        """Return the number of decisions in the span, between two journal offsets. Raises LogError."""
-        records = journal(log, partition, self.first, self.end if end is None else min(end, self.end), self.validity())
-        return sum([isinstance(record, AnyDecision) and offset >= first async for offset, record in records])
-
 
 async def spans_of(log: Log, partition: int, begin: StoredState, end: int) -> list[RulesSpan]:
     """Return the spans of a journal from the state `begin` to offset `end`. Raises LogError if it is damaged."""
     rules = begin.core_version if begin.owner_epoch >= 0 else -1
-    span = RulesSpan(rules, begin.offset, end, None, before=begin)
+    span = RulesSpan(rules, begin.offset, end, None)
     found: list[RulesSpan] = []
     async for valid in valid_claims(log, partition, begin.offset, end, begin, rules):
         if valid.begins_span:

@@ -49,6 +49,12 @@ class Start:
     rules: int = field(default_factory=lambda: CORE_VERSION)  # when created: the fault simulator changes it
     begins_span: bool = False
 
+    async def validity(self, log: Log, partition: int) -> Validity:
+        """Return the filter of the journal records from this state on. Raises LogError."""
+        if self.begins_span:
+            return Validity(-1, self.rules, nonce=None, seq=self.world.seq)
+        return await validity_at(log, partition, self.offset, self.world, self.rules)
+
 
 class StateTime(NamedTuple):
     """Where a state is in the journal. `owner_nonce` is None to read it from the log.
@@ -128,14 +134,12 @@ class Walk:
         self.position = start.offset
         self.at_us = 0
         self.validity = Validity.after(start.world, start.rules)
-        if start.begins_span:
-            self.validity = Validity(-1, start.rules, nonce=None, seq=start.world.seq)
         self.order = RecordedOrder(log, partition, start.world.view)
         self.encoded = b""
         self.unread = 0
         self._log = log
         self._partition = partition
-        self._unverified_before = start.unverified
+        self._begin = start
         self.followed = Rederivation(start.world)
 
     @property
@@ -152,7 +156,7 @@ class Walk:
         """Number of skipped records and events, by name. They had no effect, or this version does not know it."""
         unknown = sum(reader.unknown for reader in self.order.readers.values())
         found = {FOREIGN_RECORDS: self.validity.foreign, UNREAD_FIELDS: self.unread, UNKNOWN_EVENTS: unknown}
-        totals = {name: count + self._unverified_before.get(name, 0) for name, count in found.items()}
+        totals = {name: count + self._begin.unverified.get(name, 0) for name, count in found.items()}
         return {name: count for name, count in totals.items() if count}
 
     def consumed_from(self, record: JournalRecord) -> dict[str, int]:
@@ -165,9 +169,8 @@ class Walk:
 
     async def __aiter__(self) -> AsyncIterator[Step]:
         """Derive and yield one record after another. A divergence is the last step."""
-        if self.position == self.start and self.validity.epoch >= 0:
-            rules = self.validity.rules
-            self.validity = await validity_at(self._log, self._partition, self.start, self.world, rules)
+        if self.position == self.start:
+            self.validity = await self._begin.validity(self._log, self._partition)
         self.validity.warns = True
         async for stored in journal_records(self._log, self._partition, self.position, self.end):
             # `position` changes only together with the state, so that a walk can be continued after a LogError.

@@ -53,7 +53,7 @@ async def _compare(settings: ConsoleSettings, wanted: WhatIf, connection: ChildC
         span = await span_of(log, settings.partition, wanted.from_us, wanted.to_us, custom=custom)
 
         def on_progress(done: int, _end: int, _: int) -> None:
-            frame = WhatIfFrame(done=max(0, done - span.start.offset), total=span.last - span.start.offset)
+            frame = WhatIfFrame(done=max(0, done - span.start.offset), total=span.end - span.start.offset)
             connection.send(msgspec.json.encode(frame))
 
         return await compared.report(log, settings.partition, span, on_progress)

@@ -23,8 +23,9 @@ from forebay.replay.diff.counterfactual_world import OtherPoolRules
 from forebay.replay.diff.diff import Span, diff, span_of
 from forebay.replay.diff.report import DiffReport
 from forebay.replay.verify.verify import OnProgress
-from forebay.transport.base import Log
+from forebay.transport.base import Log, NotDerivable
 from forebay.transport.history.groups import pools_of
+from forebay.transport.history.reader import SpanEnds
 from forebay.transport.sqlite.log import SqliteLog
 
 
@@ -72,8 +73,11 @@ async def _diff(
     async with recording.opened(custom) as (log, partition):
         if isinstance(log, SqliteLog):
             log.check()
-        span = await span_of(log, partition, *await _window_us(log, partition, *window), custom=custom)
-        return await compared.report(log, partition, span, on_progress)
+        try:
+            span = await span_of(log, partition, *await _window_us(log, partition, *window), custom)
+            return await compared.report(log, partition, span, on_progress)
+        except SpanEnds as error:
+            raise NotDerivable(f"{error}; or compare a part with --from and --to") from error
 
 
 async def _window_us(log: Log, partition: int, start: str, end: str) -> tuple[int | None, int | None]:

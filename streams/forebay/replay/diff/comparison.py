@@ -6,7 +6,6 @@ moves.
 """
 
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -87,7 +86,6 @@ class Comparison:
     ) -> None:
         """Register with `walk`, which must not have begun, after a `DivergenceTrail`."""
         self.report = DiffReport(start=walk.start, pools_kept=rules.are_given)
-        self._worlds = (walk.world, walk.world)
         self._alter = alter
         self._altered: dict[str, tuple[PoolConfigured, PoolConfigured]] = {}
         self._tallies = (WorldTally(), WorldTally())
@@ -101,36 +99,17 @@ class Comparison:
         self._sent: dict[str, tuple[array[int], str, int]] = {}  # history's requests sent since the start
         self._landed = PlacementHits()
         self._fork_key: Key | None = None
-        self._ended: list[CounterfactualWorld] = []  # of parts before a gap
-        self._undecided = [0, 0]  # in parts before a gap
-        self._begin(walk, CounterfactualWorld(walk.world, alter, named, rules))
-
-    def begin_again(self, walk: Walk) -> None:
-        """Continue with another part of the journal, at whose beginning the states of both worlds are equal."""
-        self._ended.append(self._other)
-        self._undecided = [count + more for count, more in zip(self._undecided, self._waiting(), strict=True)]
-        self._pairs.clear()
-        self._sent.clear()
-        for prefills in self._prefills:
-            prefills.clear()
-        self._begin(walk, self._other.begin_again(walk.world))
-
-    def _begin(self, walk: Walk, other: CounterfactualWorld) -> None:
         self._outdated = walk.world.counts["stale_progress"]
-        self._worlds = (walk.world, walk.world)
         for worker in walk.world.fleet.workers():
             self._ranks |= dict.fromkeys((worker.spec.worker_id, rank) for rank in worker.spec.ranks)
         for request in walk.world.requests.queued():
             self._pair(request.submitted.request_id, request.queued_at_us)
-        self._other = other
+        self._other = CounterfactualWorld(walk.world, alter, named, rules)
         self._worlds = (walk.world, self._other.world)
         self._compare([], self._other.configure(), walk.world.now_us)
         self._previous_on_plan = walk.world.on_plan
         walk.world.on_plan = self._on_plan
         walk.followed.on_applied = self._on_applied
-
-    def _waiting(self) -> list[int]:
-        return [sum(pair.firsts[number] is None for pair in self._pairs.values()) for number in (HISTORY, OTHER)]
 
     def follow(self, offset: int, record: JournalRecord) -> None:
         """Count a step of the walk. The decisions on its events were compared when the walk applied the events."""
@@ -147,21 +126,17 @@ class Comparison:
         report, keys = self.report, sorted(self._ranks)
         history, other = self._tallies
         report.overlap, report.most = self._sums.overlap(), self._sums.most()
-        undecided = [count + more for count, more in zip(self._undecided, self._waiting(), strict=True)]
-        others = [*self._ended, self._other]
-        counts, landed = sum((one.counts for one in others), Counter[str]()), PlacementHits()
-        for one in others:
-            landed.add(one.landed)
-        report.history = history.side(keys, undecided[HISTORY], self._landed.share)
-        report.other = other.side(keys, undecided[OTHER], landed.share)
+        held = [sum(pair.firsts[number] is None for pair in self._pairs.values()) for number in (HISTORY, OTHER)]
+        report.history = history.side(keys, held[HISTORY], self._landed.share)
+        report.other = other.side(keys, held[OTHER], self._other.landed.share)
         report.ranks = ranks(keys, history, other)
-        report.progress = ProgressOutcome(**counts, to_come=sum(one.to_come() for one in others))
+        report.progress = ProgressOutcome(**self._other.counts, to_come=self._other.to_come())
         report.state, report.other_state = (hex_digest(world.digest()) for world in self._worlds)
         if self._series is not None:
             report.series, report.interval_s = self._series.intervals(keys), self._series.width_us / 1e6
             report.span_s = (self._worlds[HISTORY].now_us - self._series.start_us) / 1e6
         report.identical = report.fork is None
-        report.undone = sorted({path for one in others for path in one.undone})
+        report.undone = sorted(self._other.undone)
         report.stages_kept |= any(path.startswith(DISAGG) for path in report.undone)
         if report.fork is not None and report.history.decisions:
             report.before_fork = report.fork.decisions_before / report.history.decisions

@@ -133,9 +133,6 @@ class CounterfactualWorld:
         self._numbered = 0
         self.world.on_plan = self._on_plan
 
-    def begin_again(self, start: World) -> "CounterfactualWorld":
-        return CounterfactualWorld(start, self._alter, self._named, self._rules)
-
     def configure(self) -> list[AnyDecision]:
         """Change the configuration, once before any event is applied, and return the resulting decisions."""
         world = self.world
@@ -376,10 +373,6 @@ class PlacementHits:
         if worker is not None and worker.spec.kv_events:
             self.blocks += len(blocks)
             self.found += sum(world.index.overlaps(blocks).get((worker_id, rank), NO_OVERLAP))
-
-    def add(self, other: "PlacementHits") -> None:
-        self.blocks += other.blocks
-        self.found += other.found
 
     @property
     def share(self) -> float | None:

@@ -10,9 +10,7 @@ from typing import Literal
 import msgspec
 
 from forebay.events.decisions import CostTerms
-from forebay.replay.spans import OtherSpan
 from forebay.replay.verify.divergence import DivergenceReport
-from forebay.transport.history.release import rules_text
 
 
 class DecisionOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -219,8 +217,6 @@ class DiffReport(msgspec.Struct, kw_only=True):
         pools_kept: whether the alternative has other rules for the choice of pools. `moved.evaluated` does not show
             this change, because a repeated decision keeps its pool.
         other_state: digest of the alternative's world at the end; `state` if both worlds and configurations are equal.
-        left_out: parts of the journal by owners with other decision rules, which are not compared. After such a part,
-            the alternative begins again with the recorded state.
     """
 
     alternative: str = ""
@@ -253,7 +249,6 @@ class DiffReport(msgspec.Struct, kw_only=True):
     other_state: str = ""
     unverified: dict[str, int] = {}
     divergence: DivergenceReport | None = None
-    left_out: list[OtherSpan] = []
 
 
 OPEN_LOOP = (
@@ -274,9 +269,8 @@ def notes(report: DiffReport) -> list[str]:
         ]
     if report.identical:
         same = "The alternative makes the same decisions as history: no request moves. This result is exact."
-        return [same, *_left_out(report), *_undone(report), *_answers(report)]
+        return [same, *_undone(report), *_answers(report)]
     details = [
-        *_left_out(report),
         *_undone(report),
         *_own_prompts(report),
         *_landed(report),
@@ -285,18 +279,6 @@ def notes(report: DiffReport) -> list[str]:
         *_answers(report),
     ]
     return [OPEN_LOOP, AFTER_FORK, *details]
-
-
-def _left_out(report: DiffReport) -> list[str]:
-    found = []
-    for part in report.left_out:
-        count = f"{part.decisions:,} decision{'' if part.decisions == 1 else 's'}"
-        found.append(
-            f"Left out: {count} at journal offsets {part.first} to {part.end - 1}, made by"
-            f" {rules_text(part.rules, part.release)}. Only that version can compare them. Afterwards the alternative"
-            " begins again with the recorded state."
-        )
-    return found
 
 
 def _undone(report: DiffReport) -> list[str]:
