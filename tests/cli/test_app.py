@@ -25,7 +25,7 @@ from tests.harness.local import free_ports
 runner = CliRunner()
 # Modules that take long to import, and that no help text needs. `rich` also draws the tables of results.
 HEAVY = {
-    *("aiokafka", "duckdb", "fakeredis", "fastapi", "faust", "httpx", "huggingface_hub", "jinja2", "kubernetes"),
+    *("aiokafka", "fakeredis", "fastapi", "faust", "httpx", "huggingface_hub", "jinja2", "kubernetes"),
     *("numpy", "prometheus_client", "pydantic", "redis", "rich", "scipy", "sqlite3", "starlette"),
     *("tokenizers", "torch", "uvicorn", "uvloop", "yaml"),
 }
@@ -183,11 +183,11 @@ def test_flag_precedes_variable_precedes_file_precedes_default(tmp_path: Path, m
 def test_flags_without_a_value_can_be_set_by_a_variable_and_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = written(tmp_path, "[worker]\nverbose = true\nkv_events = false\n")
+    file = written(tmp_path, "[worker]\nkv_events = false\n")
     monkeypatch.setenv("FOREBAY_CONFIG", file)
     monkeypatch.setenv("FOREBAY_ALLOW_SHARED_CACHE", "true")
     found = shown("worker")
-    assert [found[name]["value"] for name in ("verbose", "kv-events", "allow-shared-cache")] == [True, False, True]
+    assert [found[name]["value"] for name in ("kv-events", "allow-shared-cache")] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_a_url_and_another_source_on_the_command_line_are_an_error(other: list[s
     ("text", "expected"),
     [
         ("port", "not TOML"),
-        ("verbos = true", "unknown key 'verbos'; did you mean verbose?"),
+        ("admin-ap = true", "unknown key 'admin-ap'; did you mean admin-api?"),
         ("[ingres]\nport = 1", "unknown table 'ingres'; did you mean ingress?"),
         ("[{service}]\nxyz = 1", "[{service}]: unknown key 'xyz'; "),
         ("config = 'x'", "unknown key 'config'; "),

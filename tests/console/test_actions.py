@@ -16,21 +16,15 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from forebay.console import actions
-from forebay.console.actions import OpenScaling, add_actions
-from forebay.events.scaling import PoolSizeSet
+from forebay.console.actions import add_actions
 from forebay.ingress.errors import ApiError
-from forebay.transport.kafka.settings import KafkaSettings
-from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.in_process import forebay
 from tests.cli.up import ADMIN_TOKEN, Up, running, verified
-from tests.core.scaling.scene import GROUP, POOL
 from tests.harness.local import free_ports
-from tests.live.planning import FakeObserver, actuating, eventually, planner_of, planning, records
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
 MODEL = "forebay-default"
-KAFKA = KafkaSettings(bootstrap="127.0.0.1:1")
 
 
 @pytest.fixture(scope="module")
@@ -40,35 +34,15 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, Path]
         yield up, log
 
 
-@pytest.fixture
-async def log() -> AsyncIterator[SqliteLog]:
-    opened = SqliteLog.open(None)
-    yield opened
-    opened.close()
-
-
-def opening(log: SqliteLog) -> OpenScaling:
-    """Return a function that opens `log` instead of Kafka."""
-
-    @asynccontextmanager
-    async def open_log(_: KafkaSettings) -> AsyncIterator[SqliteLog]:
-        yield log
-
-    return open_log
-
-
-def console(url: str, model: str = MODEL, log: SqliteLog | None = None) -> httpx.AsyncClient:
-    """Return a client of a console that has only actions: with Kafka if there is a log."""
+def console(url: str) -> httpx.AsyncClient:
+    """Return a client of a console that has only actions."""
     app = FastAPI()
 
     @app.exception_handler(ApiError)
     async def respond(_: Request, error: ApiError) -> Response:
         return Response(error.encoded(), error.status, error.headers(), "application/json")
 
-    if log is None:
-        add_actions(app, url, None, model)
-    else:
-        add_actions(app, url, KAFKA, model, opening(log))
+    add_actions(app, url, MODEL)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://console", timeout=60)
 
 
@@ -151,7 +125,6 @@ async def test_errors_of_the_ingress_are_passed_on(
         ("policy", {"operator": " "}, 400, "invalid_value"),
         ("policy", {"operator": "x" * 257}, 400, "invalid_value"),
         ("policy", {"operator": "a\nb"}, 400, "invalid_value"),
-        ("pool-size", {"pool": "default", "size": 2}, 501, "no_planner"),
         ("policy", {}, 502, "ingress_unreachable"),
     ],
     ids=str,
@@ -179,12 +152,11 @@ async def test_a_body_that_is_no_object_is_rejected() -> None:
             assert refused(response) == (400, "invalid_json")
 
 
-async def test_without_an_ingress_no_action_is_possible(log: SqliteLog) -> None:
-    async with console("", log=log) as client:
-        for action in ("policy", "pool-size"):
-            response = await act(client, action)
-            assert refused(response) == (501, "no_ingress")
-            assert "--url" in response.json()["error"]["message"]
+async def test_without_an_ingress_no_action_is_possible() -> None:
+    async with console("") as client:
+        response = await act(client, "policy")
+        assert refused(response) == (501, "no_ingress")
+        assert "--url" in response.json()["error"]["message"]
 
 
 async def test_actions_in_flight_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,45 +223,3 @@ async def test_the_token_is_not_logged(system: tuple[Up, Path], caplog: pytest.L
     assert caplog.records, "httpx logs requests"
     assert ADMIN_TOKEN not in caplog.text
     assert "wrong-token" not in caplog.text
-
-
-async def test_the_size_of_a_pool_is_set_and_released(system: tuple[Up, Path], log: SqliteLog) -> None:
-    observer = FakeObserver()
-    async with (
-        actuating(log),
-        planning(planner_of(log, "p1", observer)) as planner,
-        console(system[0].url, GROUP, log) as client,
-    ):
-        await eventually(lambda: planner.is_active)
-        response = await act(client, "pool-size", pool=POOL, size=4)
-        assert response.status_code == 200, response.text
-        kinds = [step["kind"] for step in response.json()["steps"]]
-        assert kinds == ["recorded", "decision", "outcome"]
-        assert f"set {GROUP}/{POOL} to 4 workers, at offset" in response.json()["steps"][0]["text"]
-        observer.ready = 4
-        assert (await act(client, "pool-size", pool=POOL, size=None)).status_code == 200
-        response = await act(client, "pool-size", pool="gone", size=1)
-        assert refused(response) == (409, "order_invalid")
-        assert refused(await act(client, "pool-size", "wrong", pool=POOL, size=9)) == (403, "admin_token_wrong")
-        for body in ({"pool": POOL}, {"pool": POOL, "size": -1}, {"pool": POOL, "size": 1, "group": "g"}):
-            assert (await act(client, "pool-size", **body)).status_code == 400
-    assert [(one.size, one.operator) for one in records(log, PoolSizeSet)] == [(4, "alice"), (None, "alice")]
-
-
-async def test_a_size_without_an_effect_is_an_error(system: tuple[Up, Path], log: SqliteLog) -> None:
-    async with (
-        planning(planner_of(log, "p1", FakeObserver())) as planner,
-        console(system[0].url, GROUP, log) as client,
-    ):
-        await eventually(lambda: planner.is_active)
-        response = await act(client, "pool-size", pool=POOL, size=4, timeout_s=0.5)
-    assert refused(response) == (409, "order_without_effect")
-    assert "the record at offset" in response.json()["error"]["message"]
-    assert response.json()["steps"][0]["kind"] == "recorded"
-
-
-async def test_a_topic_without_planner_is_an_error(system: tuple[Up, Path], log: SqliteLog) -> None:
-    async with console(system[0].url, GROUP, log) as client:
-        response = await act(client, "pool-size", pool=POOL, size=4)
-    assert refused(response) == (409, "order_invalid")
-    assert "no planner has claimed the topic" in response.json()["error"]["message"]

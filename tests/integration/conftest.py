@@ -112,7 +112,7 @@ def idle_cluster(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFa
     settings, processes = KafkaSettings(kafka, f"{RUN}-idle"), Processes(tmp_path_factory.mktemp("idle"))
     asyncio.run(create_topics(settings, PLAN, [POOL]))
     where, port = ("--kafka", kafka, "--namespace", settings.namespace), str(free_ports(1))
-    kinds = {"r1": ("router", "--verbose"), "r2": ("router", "--verbose"), "w1": ("worker",)}
+    kinds = {"r1": ("router",), "r2": ("router",), "w1": ("worker",)}
     for name, (kind, *options) in {**kinds, "i1": ("ingress", "--port", port)}.items():
         processes.start(name, [FOREBAY, kind, *where, "--redis", redis_url, "--id", name, *options])
     try:

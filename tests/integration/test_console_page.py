@@ -18,8 +18,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from forebay.events.control import PolicySet, WorkerCommanded
-from forebay.events.scaling import PoolSizeSet
-from forebay.events.topics import CONTROL, SCALING, Topic
+from forebay.events.topics import CONTROL, Topic
 from forebay.replay.at import seek_time
 from forebay.replay.moment import Moment
 from forebay.replay.read_only import ReadOnlyLog
@@ -335,18 +334,12 @@ def test_an_operator_drains_a_worker(system: ConsoleSystem, browser: Browser) ->
     assert [one.operator for one in system.events(CONTROL, WorkerCommanded)] == ["alice"]
 
 
-def test_an_operator_sets_the_size_of_a_pool(system: ConsoleSystem, browser: Browser) -> None:
-    with page_of(system.url, browser, "/fleet") as found:
-        page, title = found.page, "Set the size of a pool"
-        dialog = review_action(page, title, "carol", system.cluster.admin_token, pool="default", workers="1")
-        expect(dialog).to_contain_text(f"set {GROUP}/default to 1 worker, by carol")
-        confirm(dialog)
-        expect(dialog).to_contain_text(f"applied by processes: {GROUP}/default has 1 worker")
-        dialog.get_by_role("button", name="Close").click()
-        expect(workers_of(page).get_by_role("row").filter(has_text="default-0")).to_contain_text("ready")
-        go(page, "/scaling")
-        expect(page.get_by_role("main")).to_contain_text("carol has set 1")
-    assert [(one.operator, one.size) for one in system.events(SCALING, PoolSizeSet)] == [("carol", 1)]
+def test_a_size_that_an_operator_sets_is_shown(system: ConsoleSystem, browser: Browser) -> None:
+    system.forebay("size", "planner", "set", f"{GROUP}/default", "1", "--operator", "carol")
+    with page_of(system.url, browser, "/scaling") as found:
+        expect(found.page.get_by_role("main")).to_contain_text("carol has set 1")
+        go(found.page, "/fleet")
+        expect(workers_of(found.page).get_by_role("row").filter(has_text="default-0")).to_contain_text("ready")
 
 
 def test_a_takeover_is_a_marker_and_a_missing_standby_a_problem(system: ConsoleSystem, browser: Browser) -> None:

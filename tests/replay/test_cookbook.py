@@ -12,13 +12,10 @@ import pytest
 from tests.cli.logs import invoke
 from tests.harness.schemas import META_DESCRIPTIONS
 from tests.replay import incident
-from tests.replay.duck import query_export
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/replay-sql.md"
-STRAIGHT, EXPORTED = PAGE.read_text().split("\n## With DuckDB")
 BLOCK = re.compile(r"```sql\n(.*?)```", re.DOTALL)
-JOURNAL, *ON_THE_FILE = BLOCK.findall(STRAIGHT)
-ON_THE_EXPORT = BLOCK.findall(EXPORTED)
+JOURNAL, *QUERIES = BLOCK.findall(PAGE.read_text())
 KINDS = ["log", "recording"]
 
 
@@ -31,14 +28,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"log": log, "recording": recording}
 
 
-@pytest.fixture(scope="module")
-def exported(files: dict[str, Path]) -> dict[str, Path]:
-    folders = {kind: path.with_suffix(".export") for kind, path in files.items()}
-    for kind, folder in folders.items():
-        assert invoke("replay", "export", files[kind], folder).exit_code == 0
-    return folders
-
-
 @pytest.fixture
 def tables(request: pytest.FixtureRequest, files: dict[str, Path]) -> Iterator[sqlite3.Connection]:
     with closing(sqlite3.connect(f"{files[request.param].as_uri()}?mode=ro", uri=True)) as db:
@@ -47,16 +36,9 @@ def tables(request: pytest.FixtureRequest, files: dict[str, Path]) -> Iterator[s
 
 
 @pytest.mark.parametrize("tables", KINDS, indirect=True)
-@pytest.mark.parametrize("query", ON_THE_FILE)
-def test_every_query_on_the_file_returns_rows(tables: sqlite3.Connection, query: str) -> None:
+@pytest.mark.parametrize("query", QUERIES)
+def test_every_query_returns_rows(tables: sqlite3.Connection, query: str) -> None:
     assert tables.execute(query).fetchall()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("query", ON_THE_EXPORT)
-def test_every_query_on_the_export_returns_rows(exported: dict[str, Path], kind: str, query: str) -> None:
-    (rows,) = query_export(exported[kind], query)
-    assert rows
 
 
 @pytest.mark.parametrize("tables", KINDS, indirect=True)

@@ -26,7 +26,6 @@ from forebay.replay.at import seek
 from forebay.replay.checks import FOREIGN_PROGRESS, FOREIGN_RECORDS
 from forebay.replay.explain.find import find
 from forebay.replay.record.slice import Window, slice_of
-from forebay.replay.recorded import applied
 from forebay.replay.spans import spans_of
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Log, LogError
@@ -172,7 +171,6 @@ async def outcome(log: Log) -> tuple[dict[str, Any], int]:
         "standby": (standby.world.digest(), list(map(unplaced, standby.followed.pending)), standby.world.seq),
         "restored": None if taken is None else (await load_snapshot(log, 0, taken)).owner_nonce,
         "records": list(map(unplaced, valid)),
-        "applied": [one.now_us async for one in applied(log, 0, "progress")],
         "view": await recorded_view(log, 0),
         "last": None if position.step is None else unplaced(position.step.record),
         "extents": window

@@ -43,11 +43,10 @@ COMMANDS: dict[str, dict[str, str | Subcommands]] = {
     "Replay": {
         "verify": "replay.command:VerifyCommand",
         "replay": Subcommands(
-            "Show recorded states, compare recorded decisions with others, and export recordings.",
+            "Show recorded states, and compare recorded decisions with others.",
             {
                 "at": "replay.command:AtCommand",
                 "diff": "replay.command:DiffCommand",
-                "export": "replay.command:ExportCommand",
             },
         ),
         "record": "command:RecordCommand",

@@ -1,12 +1,11 @@
 """Routes of a console that change the system. Each change is an event that contains the name of the operator.
 
-The console executes nothing itself. It sends commands and changes to the admin API of an ingress, and appends sizes of
-pools to the topic `scaling` on Kafka. The ingress checks the admin token in both cases. The console neither keeps nor
-logs the token.
+The console executes nothing itself. It sends commands and changes to the admin API of an ingress, which checks the
+admin token. The console neither keeps nor logs the token.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Annotated, Any
@@ -16,28 +15,20 @@ import httpx
 import msgspec
 from fastapi import FastAPI, Header, Request
 from fastapi.responses import Response
-from pydantic import Field
 
 from forebay.events.names import NAME_CHARS_MAX, unknown_name
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.http.body import read_body
 from forebay.ingress.http.endpoint import is_loopback
-from forebay.ingress.openai.fields import CheckedBody, parse
-from forebay.planner.orders import OrderInvalid, OrderReport, execute_order, scaling_on_kafka, size_order
-from forebay.transport.base import Log
-from forebay.transport.kafka.settings import KafkaSettings
 
 ACTIONS_MAX = 16  # in flight: operators send few, and each may keep a connection open for its whole timeout
 BODY_BYTES_MAX = 1 << 20
 TIMEOUT_S = 60.0
 TIMEOUT_S_MAX = 3_600.0
 PATIENCE_S = 10.0  # added to the timeout of an action: longer than every timeout of the ingress itself
-SIZE_MAX = 10_000  # as of `forebay planner set`
 TOKEN_CHARS_MAX = 4_096  # as of the admin token of an ingress
-POOL_SIZE = "pool-size"
 MODEL_REQUIRED = "model_required"  # error code of an ingress that serves several models
 
-OpenScaling = Callable[[KafkaSettings], AbstractAsyncContextManager[Log]]
 AdminToken = Annotated[
     str, Header(alias="x-forebay-admin-token", description="Admin token of the ingress, which checks it.")
 ]
@@ -58,59 +49,38 @@ ROUTES: Mapping[str, AdminRoute] = {
 }
 
 
-class PoolSizeBody(CheckedBody):
-    """Body of the action `pool-size`. `size` is null to let the planner determine the size again."""
-
-    operator: str
-    pool: Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX)]
-    size: Annotated[int, Field(ge=0, le=SIZE_MAX)] | None
-    timeout_s: Annotated[float, Field(gt=0.0, le=TIMEOUT_S_MAX, allow_inf_nan=False)] = TIMEOUT_S
-
-
-def add_actions(
-    app: FastAPI,
-    ingress_url: str,
-    kafka: KafkaSettings | None,
-    model: str,
-    open_scaling: OpenScaling = scaling_on_kafka,
-) -> None:
-    """Add the routes of the actions to `app`.
-
-    No action is possible without an `ingress_url`. An embedded log has no `kafka`, and no planner.
-    """
-    actions = Actions(ingress_url.rstrip("/"), kafka, model, open_scaling)
+def add_actions(app: FastAPI, ingress_url: str, model: str) -> None:
+    """Add the routes of the actions to `app`. No action is possible without an `ingress_url`."""
+    actions = Actions(ingress_url.rstrip("/"), model)
 
     @app.post("/v1/console/actions/{action}")
     async def act(action: str, request: Request, admin_token: AdminToken = "") -> Response:
-        """Execute an action, and return the response of the ingress, or the steps of a size."""
+        """Execute an action, and return the response of the ingress."""
         return await actions.execute(action, await read_body(request, BODY_BYTES_MAX), admin_token)
 
 
 class Actions:
-    def __init__(self, ingress_url: str, kafka: KafkaSettings | None, model: str, open_scaling: OpenScaling) -> None:
+    def __init__(self, ingress_url: str, model: str) -> None:
         self._ingress_url = ingress_url
         self._mounts = _without_proxy(ingress_url)
-        self._kafka = kafka
         self._model = model
-        self._open_scaling = open_scaling
         self._in_flight = 0
 
     async def execute(self, action: str, raw: bytes, admin_token: str) -> Response:
-        """Return the response of the ingress with its status, or the steps of a size. Raises ApiError and LogError."""
-        if action != POOL_SIZE and action not in ROUTES:
-            raise ApiError(404, "unknown_action", unknown_name("action", action, [*ROUTES, POOL_SIZE]))
+        """Return the response of the ingress with its status. Raises ApiError."""
+        if action not in ROUTES:
+            raise ApiError(404, "unknown_action", unknown_name("action", action, ROUTES))
         if not self._ingress_url:
             text = "this console cannot change the system; start it with --url and the URL of an ingress"
             raise ApiError(501, "no_ingress", text)
         _require_token(admin_token)
         async with self._counted():
-            if action == POOL_SIZE:
-                return await self._set_size(raw, admin_token)
             route = ROUTES[action]
             fields = {"model": self._model, **_fields(raw)} if route.has_model else _fields(raw)
             _require_operator(fields.get("operator"))
             body = {**fields, **route.fields}
-            return _forwarded(await self._send(route.path, body, _timeout_s(fields), admin_token))
+            response = await self._send(route.path, body, _timeout_s(fields), admin_token)
+            return Response(response.content, response.status_code, media_type="application/json")
 
     @asynccontextmanager
     async def _counted(self) -> AsyncIterator[None]:
@@ -123,18 +93,16 @@ class Actions:
         finally:
             self._in_flight -= 1
 
-    async def _send(
-        self, path: str, body: Mapping[str, Any] | None, timeout_s: float, admin_token: str
-    ) -> httpx.Response:
-        """Send a request to the admin API: a GET request if `body` is None."""
-        method, url = ("GET" if body is None else "POST"), f"{self._ingress_url}{path}"
+    async def _send(self, path: str, body: Mapping[str, Any], timeout_s: float, admin_token: str) -> httpx.Response:
+        """Send a request to the admin API."""
+        url = f"{self._ingress_url}{path}"
         headers = {"authorization": f"Bearer {admin_token}"}
         try:
             async with httpx.AsyncClient(timeout=timeout_s + PATIENCE_S, mounts=self._mounts) as client:
-                response = await client.request(method, url, json=body, headers=headers)
+                response = await client.post(url, json=body, headers=headers)
                 if _error_code(response) == MODEL_REQUIRED:
                     query = {"model": self._model}
-                    response = await client.request(method, url, params=query, json=body, headers=headers)
+                    response = await client.post(url, params=query, json=body, headers=headers)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             text = f"the ingress {self._ingress_url} does not respond ({type(error).__name__}); check --url"
             raise ApiError(502, "ingress_unreachable", text) from error
@@ -146,33 +114,6 @@ class Actions:
             text = "the admin API of the ingress is disabled; start the ingress with --admin-api and a token"
             raise ApiError(501, "admin_api_disabled", text)
         return response
-
-    async def _set_size(self, raw: bytes, admin_token: str) -> Response:
-        """Append the size of a pool to the topic `scaling`, and wait for its effect."""
-        kafka = self._kafka
-        if kafka is None:
-            text = "a planner sets the sizes of pools, which requires Kafka; this console shows a log file"
-            raise ApiError(501, "no_planner", text)
-        body = parse(PoolSizeBody, raw)
-        _require_operator(body.operator)
-        allowed = await self._send("/busy_threshold", None, 0.0, admin_token)
-        if allowed.status_code != HTTPStatus.OK:
-            return _forwarded(allowed)
-        steps: list[dict[str, str]] = []
-        problems: list[str] = []
-        report = OrderReport(lambda kind, text: steps.append({"kind": kind, "text": text}), problems.append)
-        pool = f"{self._model}/{body.pool}"
-        try:
-            async with self._open_scaling(kafka) as log:
-                is_effective = await execute_order(
-                    log, lambda pools: size_order(pools, pool, body.size, body.operator), body.timeout_s, report
-                )
-        except OrderInvalid as error:
-            raise ApiError(409, "order_invalid", str(error)) from error
-        if is_effective:
-            return _json({"steps": steps}, HTTPStatus.OK)
-        error_body = ApiError(409, "order_without_effect", "; ".join(problems)).body()
-        return _json({"steps": steps, **error_body}, HTTPStatus.CONFLICT)
 
 
 def _without_proxy(url: str) -> dict[str, None]:
@@ -224,11 +165,3 @@ def _error_code(response: httpx.Response) -> str | None:
         return str(error["code"])
     except (msgspec.MsgspecError, RecursionError, KeyError, TypeError):
         return None
-
-
-def _forwarded(response: httpx.Response) -> Response:
-    return Response(response.content, response.status_code, media_type="application/json")
-
-
-def _json(content: Mapping[str, Any], status: HTTPStatus) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")

@@ -64,7 +64,7 @@ def build_console_app(console: Console, hosts: frozenset[str] | None) -> FastAPI
     _add_errors(app)
     add_routes(app, console)
     settings = console.settings
-    add_actions(app, settings.ingress_url, settings.source.kafka, settings.group)
+    add_actions(app, settings.ingress_url, settings.group)
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:

@@ -14,9 +14,9 @@ from forebay.events.topics import DECISIONS, INPUTS
 from forebay.replay.walk import Walk
 from forebay.transport.base import Log
 from forebay.transport.history.claims import validity_at
-from forebay.transport.history.reader import RecordedOrder, Validity, journal, journal_records
+from forebay.transport.history.reader import RecordedOrder, Validity, journal_records
 from forebay.transport.history.snapshots import claim_at, newest_snapshot, state_of
-from forebay.transport.history.start import continued_view, oldest_state
+from forebay.transport.history.start import continued_view
 
 KNOWN_TOPICS = frozenset((CLOCK, *(topic.name for topic in INPUTS)))
 
@@ -124,25 +124,3 @@ class _Counted(msgspec.Struct):
 
 
 _COUNTED = msgspec.json.Decoder(_Counted)
-
-
-class Applied(NamedTuple):
-    offset: int
-    journal_offset: int
-    now_us: int
-
-
-async def applied(log: Log, partition: int, topic: str) -> AsyncIterator[Applied]:
-    """Yield an entry for each record of an input topic that the owner applied according to the journal, in order.
-
-    If retention has trimmed the log, the entries begin after the oldest usable snapshot.
-    """
-    start, end = await oldest_state(log, partition), await log.end(DECISIONS.name, partition)
-    event = start.view.get(topic, 0)
-    validity = Validity.after(start, start.core_version)
-    async for offset, record in journal(log, partition, start.offset, end, validity):
-        for run in record.consumed:
-            if run.topic == topic:
-                for _ in range(run.count):
-                    yield Applied(event, offset, run.now_us)
-                    event += 1

@@ -33,21 +33,16 @@ def readable(record: Record) -> dict[str, Any]:
     return line
 
 
-def plain(value: Any, name: str = "", *, token_ids: bool = True) -> Any:
+def plain(value: Any, name: str = "") -> Any:
     """Return an event, or the value of one of its fields, as JSON values.
 
-    The name of the field determines how bytes and integers are formatted. Without `token_ids`, `token_count` replaces
-    them.
+    The name of the field determines how bytes and integers are formatted.
     """
     if isinstance(value, msgspec.Struct):
         tag = type(value).__struct_config__.tag
         fields = {} if tag is None else {"type": tag}
         for field in value.__struct_fields__:
-            inner = getattr(value, field)
-            if field == "token_ids" and not token_ids:
-                fields["token_count"] = len(inner) // U32_BYTES
-            else:
-                fields[field] = plain(inner, field, token_ids=token_ids)
+            fields[field] = plain(getattr(value, field), field)
         return fields
     if isinstance(value, bytes):
         if name == "token_ids":
@@ -57,7 +52,7 @@ def plain(value: Any, name: str = "", *, token_ids: bool = True) -> Any:
             return f"{len(value)} bytes"
         return [f"{number:016x}" for number in unpack_u64(value)]
     if isinstance(value, tuple | list):
-        return [plain(item, token_ids=token_ids) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, int) and name in HEX_FIELDS:
         return f"{value:016x}"
     return value

@@ -260,12 +260,10 @@ AccessLogOption = Annotated[bool, Option("--access-log", help="Write a line per 
 @dataclass(frozen=True, slots=True)
 class LoggingOptions:
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Option(help="Lowest level of the messages on stderr.")
+        Literal["debug", "info", "warning", "error"],
+        Option(help="Lowest level of the messages on stderr. debug: also INFO messages of client libraries."),
     ] = "info"
     log_format: Annotated[Literal["text", "json"], Option(help="Format of the messages on stderr.")] = "text"
-    verbose: Annotated[
-        bool, Option("--verbose", short="-v", help="Also write INFO messages of all parts and client libraries.")
-    ] = False
 
     def start(self, quiet: Iterable[str] = (), *, has_access_log: bool = False) -> None:
         """Begin to log to stderr.
@@ -277,15 +275,16 @@ class LoggingOptions:
         formatter: logging.Formatter = JsonFormatter() if self.log_format == "json" else TextFormatter()
         handler = BackgroundHandler(unbuffered_stderr())
         handler.setFormatter(formatter)
-        libraries = logging.INFO if self.verbose else max(logging.WARNING, logging.getLevelNamesMapping()[level])
+        is_detailed = self.log_level == "debug"
+        libraries = logging.INFO if is_detailed else max(logging.WARNING, logging.getLevelNamesMapping()[level])
         # No format contains these values, and finding them takes a third of the time of creating a record.
         logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
         logging.basicConfig(handlers=[handler], level=libraries)
         logging.getLogger("forebay").setLevel(level)
-        if not self.verbose:
+        if not is_detailed:
             logging.getLogger("aiokafka").setLevel(logging.ERROR)
             logging.getLogger(COORDINATOR).addFilter(StartFilter())
-        if self.log_level == "info" and not self.verbose:
+        if self.log_level == "info":
             for name in quiet:
                 logging.getLogger(name).setLevel(logging.WARNING)
         if not has_access_log:

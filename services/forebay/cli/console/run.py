@@ -1,17 +1,24 @@
-"""Run `forebay console`."""
+"""Run `forebay console`, and the console of `forebay up --console`, which ends with its parent.
+
+`forebay.ingress.child_process` describes the messages of the parent; the first one has the settings of the console.
+"""
 
 import asyncio
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import click
+import msgspec
+
 from forebay.cli.common.cluster import run_service, until_signal
 from forebay.cli.common.credentials import read_text, require_token
 from forebay.cli.common.errors import explained, fail
-from forebay.cli.common.logs import announce
+from forebay.cli.common.logs import LoggingOptions, announce
 from forebay.cli.common.terminal import bar
 from forebay.cli.console.command import ConsoleCommand
 from forebay.cli.policies.allowed import allowed_policies
@@ -19,11 +26,13 @@ from forebay.cli.policies.alternative import FIELDS
 from forebay.console.app import listening_socket, serve_console, tls_of
 from forebay.console.console import Console
 from forebay.console.settings import ConsoleSettings, SourceKind
+from forebay.ingress.child_process import ChildConnection
 from forebay.ingress.explain_worker import LogSource
 from forebay.replay.policies import require_allowed
 from forebay.transport.history.groups import groups_of
 from forebay.transport.sqlite.log import SqliteLog
 
+QUIET = ("forebay.live", "forebay.transport")
 VARIABLE = "FOREBAY_CONSOLE_TOKEN"
 WHAT_IF = "forebay.cli.console.what_if"
 TOKEN_BYTES = 16
@@ -32,7 +41,7 @@ PROGRESS_S = 0.25
 
 
 def run_console(command: ConsoleCommand) -> None:
-    command.logs.start(("forebay.live", "forebay.transport"))
+    command.logs.start(QUIET)
     command.recording.require_one_source()
     with explained():
         settings = asyncio.run(_settings_of(command))
@@ -157,3 +166,18 @@ def _checked_url(url: str | None) -> str:
 
 def _text(path: Path | str | None) -> str | None:
     return None if path is None else str(Path(path).absolute())
+
+
+def main() -> None:
+    """Serve the console of `forebay up` until the parent ends."""
+    connection = ChildConnection()
+    connection.end_with_parent()
+    LoggingOptions().start(QUIET)
+    try:
+        serve_until_signal(msgspec.json.decode(connection.setup, type=ConsoleSettings), "--console-port")
+    except click.exceptions.Exit as error:  # the message is printed; no command runs here
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

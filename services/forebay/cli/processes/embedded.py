@@ -55,7 +55,7 @@ from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.metrics import WorkerMetrics
 from forebay.workers.runtime.worker import Worker
 
-CONSOLE = "forebay.cli.console.beside"
+CONSOLE = "forebay.cli.console.run"
 END_S = 10.0  # seconds until the process is ended by force after a second signal; a stop takes about one
 
 # Called once requests can be served, with the effective settings of each model.

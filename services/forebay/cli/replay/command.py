@@ -1,7 +1,6 @@
 """Commands that derive the decisions of a log again, to verify, explain and compare them, or show a past state."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, ClassVar
 
 from forebay.cli.common.options import Argument, Option
@@ -55,17 +54,6 @@ class AtCommand:
     offset: Annotated[int | None, Option(min=0, help="Offset of a record of the journal `decisions`.")] = None
     allow_policy: AllowPolicyOption = None
     json: Annotated[bool, Option("--json", help="Print the complete state as one JSON object.")] = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportCommand:
-    """Write every topic as newline-delimited JSON, one file per topic, with DuckDB views."""
-
-    RUN: ClassVar = "replay.export:run_export"
-
-    log: Annotated[Path, Argument(metavar="LOG", help="Log file of `forebay up` (may be in use) or a recording.")]
-    folder: Annotated[Path, Argument(metavar="DIR", help="Output directory, new or empty.")]
-    token_ids: Annotated[bool, Option("--token-ids", help="Include the token IDs of prompts and responses.")] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,11 +90,9 @@ def _show(name: str, found: WorkloadStatistics) -> None:
     bound = "" if reuse.whole else " (lower bound: too many distinct blocks to remember)"
     table = Table(title=in_markup(name), box=SIMPLE, show_header=False, title_justify="left")
     table.add_row("requests", f"{found.requests}, {found.requests - found.own_times} of them dependent on responses")
-    table.add_row("sessions", str(found.sessions))
     table.add_row("duration", f"{found.duration_s:.1f} s{' if responses were instant' if found.delay_s else ''}")
-    table.add_row("rate", f"{found.rate_per_s:.3f}/s, maximum {found.most_in_a_second} in one second")
-    table.add_row("dispersion", f"{found.dispersion:.2f} (Poisson: 1)")
-    table.add_row("ideal reuse", f"{reuse.tokens:.4f} of tokens, {reuse.blocks:.4f} of blocks{bound}")
+    table.add_row("rate", f"{found.rate_per_s:.3f}/s")
+    table.add_row("ideal reuse", f"{reuse.tokens:.4f} of tokens{bound}")
     table.add_row("blocks", f"{reuse.distinct_blocks} distinct")
 
     results().print(table)

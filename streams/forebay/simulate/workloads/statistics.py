@@ -18,7 +18,6 @@ class Reuse(msgspec.Struct, frozen=True, kw_only=True):
     """Prefix reuse in one unbounded cache, if requests run one after another in order. No policy can reach more."""
 
     tokens: float  # share of the prompt tokens that are found in the cache
-    blocks: float  # share of the prompt blocks, including partial blocks, that are found in the cache
     distinct_blocks: int
     # Whether all block ids were remembered. False if there were more than `FOUND_IDS_MAX`, so the reuse is
     # underestimated.
@@ -32,12 +31,9 @@ class WorkloadStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     requests: int
-    sessions: int
     own_times: int  # number of requests with a fixed arrival time. The other requests wait for responses.
     duration_s: float  # seconds from the first to the last arrival, computed as if every response were instant
     rate_per_s: float  # mean arrivals per second
-    most_in_a_second: int  # maximum number of arrivals in one second
-    dispersion: float  # variance of the arrivals per second, divided by their mean; 1 for a Poisson process
     prompt_tokens: dict[str, float]
     output_tokens: dict[str, float]  # distribution of response lengths
     # Distribution of the delays between a response and a request that waits for it, in seconds.
@@ -49,10 +45,8 @@ def workload_statistics(turns: Iterable[Turn], block_tokens: int) -> WorkloadSta
     """Return the statistics of a workload. Errors of its iterator propagate."""
     earliest_us, delays_us = array("q"), array("q")
     prompts, outputs = array("q"), array("q")
-    sessions: set[str] = set()
-    alone = 0
     seen: set[int] = set()
-    found_tokens = found_blocks = all_blocks = 0
+    found_tokens = 0
     for turn in turns:
         before_us = max((earliest_us[one] for one in turn.after), default=0)
         earliest_us.append(min(max(turn.at_us, before_us + turn.delay_us), LATEST_US))
@@ -60,49 +54,26 @@ def workload_statistics(turns: Iterable[Turn], block_tokens: int) -> WorkloadSta
             delays_us.append(turn.delay_us)
         prompts.append(turn.prompt_tokens)
         outputs.append(turn.output_tokens)
-        if turn.session_id:
-            sessions.add(turn.session_id)
-        else:
-            alone += not turn.after
         blocks = -(-turn.prompt_tokens // block_tokens)
         found = sum(1 for _ in takewhile(seen.__contains__, turn.block_ids[:blocks]))
-        found_blocks += found
         found_tokens += min(found * block_tokens, turn.prompt_tokens)
-        all_blocks += blocks
         if len(seen) < FOUND_IDS_MAX:
             seen.update(turn.block_ids)
     first_us, last_us = min(earliest_us), max(earliest_us)
-    most, dispersion = _dispersion(earliest_us, first_us, last_us)
     return WorkloadStatistics(
         requests=len(prompts),
-        sessions=len(sessions) + alone,
         own_times=len(prompts) - len(delays_us),
         duration_s=(last_us - first_us) / US_PER_S,
         rate_per_s=len(prompts) / ((last_us - first_us) / US_PER_S) if last_us > first_us else 0.0,
-        most_in_a_second=most,
-        dispersion=dispersion,
         prompt_tokens=_spread(prompts),
         output_tokens=_spread(outputs),
         delay_s=_spread(delays_us, US_PER_S),
         ideal_reuse=Reuse(
             tokens=found_tokens / sum(prompts),
-            blocks=found_blocks / all_blocks,
             distinct_blocks=len(seen),
             whole=len(seen) < FOUND_IDS_MAX,
         ),
     )
-
-
-def _dispersion(at_us: "array[int]", first_us: int, last_us: int) -> tuple[int, float]:
-    """Return the maximum of the arrivals per second, and their variance divided by their mean."""
-    counts: dict[int, int] = {}
-    for one in at_us:
-        second = (one - first_us) // US_PER_S
-        counts[second] = counts.get(second, 0) + 1
-    seconds = (last_us - first_us) // US_PER_S + 1
-    mean = len(at_us) / seconds
-    squares = sum(count * count for count in counts.values()) / seconds
-    return max(counts.values()), (squares - mean * mean) / mean
 
 
 def _spread(values: "array[int]", unit: int = 1) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import { counted } from "../format.js";
 
 /**
  * FormSource
- * - subject: what the user chose before
  * ActionForm
  * - read: returns the body of the request, or what is wrong
  * ActionKind
@@ -25,11 +24,11 @@ export const ACTIONS = [
     name: "drain-worker",
     title: "Drain a worker",
     about: "The worker gets no new requests, finishes those that it has, and leaves. It does not come back by itself.",
-    createForm({ status, subject }) {
+    createForm({ status }) {
       const workers = status.workers.filter((one) => one.state !== "draining");
       const busy = (one) => one.ranks.reduce((sum, rank) => sum + rank.active_requests, 0);
       const label = (one) => `${one.worker_id}: ${one.state}, pool ${one.pool}, ${counted(busy(one), "active request")}`;
-      const input = select("worker", workers.map((one) => [one.worker_id, label(one)]), subject.worker);
+      const input = select("worker", workers.map((one) => [one.worker_id, label(one)]));
       return {
         fields: [{ label: "Worker", input }],
         read: () => (input.value ? { body: { worker_ids: [input.value] } } : { problem: "There is no worker to drain." }),
@@ -42,32 +41,11 @@ export const ACTIONS = [
     }),
   },
   {
-    name: "pool-size",
-    title: "Set the size of a pool",
-    about: "The planner brings the pool to this number of workers and keeps it there, until the size is released.",
-    createForm({ status, subject }) {
-      const input = poolSelect(status, subject);
-      const size = field({ type: "number", min: 0, max: 10_000, step: 1, id: "action-size", placeholder: "release" });
-      return {
-        fields: [
-          { label: "Pool", input },
-          { label: "Workers", input: size, hint: "Empty: the planner determines the size again." },
-        ],
-        read: () => ({ body: { pool: input.value, size: size.value === "" ? null : Number(size.value) } }),
-      };
-    },
-    event: ({ pool, size }, group) => ({
-      topic: "scaling",
-      type: "scaling.pool_size_set",
-      text: size === null ? `release the size of ${group}/${pool} to the planner` : `set ${group}/${pool} to ${counted(size, "worker")}`,
-    }),
-  },
-  {
     name: "policy",
     title: "Change the policy of a pool",
     about: "The policy selects the worker of each request. The change is valid until the next change or a new configuration of the pool.",
-    createForm({ status, info, subject }) {
-      const input = poolSelect(status, subject);
+    createForm({ status, info }) {
+      const input = poolSelect(status);
       const policy = select("policy", info.policies.map((one) => [one, one]));
       return {
         fields: [
@@ -112,8 +90,8 @@ export const ACTIONS = [
     name: "drain-pool",
     title: "Drain a pool, or end its drain",
     about: "A drained pool gets no new requests. Requests that its workers have finish there.",
-    createForm({ status, subject }) {
-      const input = poolSelect(status, subject);
+    createForm({ status }) {
+      const input = poolSelect(status);
       const isDrained = (name) => status.pools.find((one) => one.pool === name)?.drained;
       const drained = select("drained", [["true", "drain: no new requests"], ["false", "end the drain: requests again"]]);
       const suggest = () => (drained.value = String(!isDrained(input.value)));
@@ -135,14 +113,13 @@ export const ACTIONS = [
   },
 ];
 
-export function outcomeOf({ outcomes, steps, pools, ...settings }) {
+export function outcomeOf({ outcomes, pools, ...settings }) {
   if (outcomes) {
     return outcomes.map((one) => {
       const message = one.message ? `: ${one.message}` : "";
       return `${one.worker_id}: ${one.status.replaceAll("_", " ")}${message}`;
     });
   }
-  if (steps) return steps.map((one) => one.text);
   if (pools) {
     return pools.map((one) => `pool ${one.pool}: policy ${one.policy}${one.drained ? ", drained" : ", gets new requests"}`);
   }
@@ -161,15 +138,13 @@ function readThresholds(inputs) {
   return Object.keys(body).length ? { body } : { problem: "Nothing is changed. Enter at least one threshold." };
 }
 
-function poolSelect(status, subject) {
+function poolSelect(status) {
   const label = (one) => `${one.pool}: ${one.role}, policy ${one.policy}${one.drained ? ", drained" : ""}`;
-  return select("pool", status.pools.map((one) => [one.pool, label(one)]), subject.pool);
+  return select("pool", status.pools.map((one) => [one.pool, label(one)]));
 }
 
-function select(name, options, value) {
-  const known = options.some(([one]) => one === value) ? { value } : {};
-  const props = { id: `action-${name}`, ...known };
-  return h("select", props, options.map(([one, label]) => h("option", { value: one }, label)));
+function select(name, options) {
+  return h("select", { id: `action-${name}` }, options.map(([one, label]) => h("option", { value: one }, label)));
 }
 
 function field(props) {

@@ -7,14 +7,9 @@ import { h, put, replace, setText } from "../dom.js";
 import { sentence } from "../format.js";
 import { ACTIONS, outcomeOf } from "./action_kinds.js";
 
-/** subject: what the action changes */
-export function actionButton(context, subject = {}, label = "Actions") {
-  const onclick = () => openActions(context, subject);
-  return h("button", { type: "button", class: "button", "aria-haspopup": "dialog", onclick }, label);
-}
-
-export function openActions(context, subject = {}) {
-  new ActionDialog(context, subject).open();
+export function actionButton(context) {
+  const onclick = () => new ActionDialog(context).open();
+  return h("button", { type: "button", class: "button", "aria-haspopup": "dialog", onclick }, "Actions");
 }
 
 /** Name that the operator entered last, until the page is closed. */
@@ -22,7 +17,6 @@ let lastOperator = "";
 
 class ActionDialog {
   #context;
-  #subject;
   #dialog;
   #kind;
   #fields = h("div", { class: "action-fields" });
@@ -40,14 +34,11 @@ class ActionDialog {
   #form = null;
   #closed = new AbortController();
 
-  constructor(context, subject) {
+  constructor(context) {
     this.#context = context;
-    this.#subject = subject;
-    // A planner, which sets sizes, requires Kafka.
-    const possible = ACTIONS.filter((one) => one.name !== "pool-size" || context.info.kind === "kafka");
-    const options = possible.map((one) => h("option", { value: one.name }, one.title));
+    const options = ACTIONS.map((one) => h("option", { value: one.name }, one.title));
     const onchange = () => this.#showFields();
-    this.#kind = h("select", { id: "action-kind", onchange, value: subject.action ?? ACTIONS[0].name }, options);
+    this.#kind = h("select", { id: "action-kind", onchange }, options);
     const props = { type: "text", required: true, spellcheck: "false", maxlength: 256 };
     this.#operator = h("input", { ...props, id: "action-operator", autocomplete: "name", value: lastOperator });
     const secret = { type: "password", required: true, autocomplete: "off", pattern: "[!-~]+", maxlength: 4096 };
@@ -114,7 +105,7 @@ class ActionDialog {
   #showFields() {
     setText(this.#about, this.#action.about);
     if (this.#status === null) return; // the fields are shown once the status of the system is known
-    this.#form = this.#action.createForm({ status: this.#status, info: this.#context.info, subject: this.#subject });
+    this.#form = this.#action.createForm({ status: this.#status, info: this.#context.info });
     replace(this.#fields, this.#form.fields.map((one) => field(one.label, one.input, one.hint)));
     put(this.#problem, "hidden", true);
   }

@@ -6,7 +6,6 @@ import { LineChart } from "../charts.js";
 import { h, put, reconcile, replace, setText } from "../dom.js";
 import { counted, dateTime, duration, number, percent, whole } from "../format.js";
 import { emptyBox, factList, section } from "../parts.js";
-import { actionButton } from "./actions.js";
 import { recordButton } from "./record_dialog.js";
 
 const READ_EVERY_MS = 2_000; // a planner decides every few seconds at most
@@ -78,7 +77,7 @@ export class View {
       this.#pools,
       status.pools,
       (pool) => `${pool.group}/${pool.pool}`,
-      (pool) => new PoolCard(pool, this.#context).element,
+      (pool) => new PoolCard(pool).element,
       (element, pool) => cards.get(element)?.update(pool, history[`${pool.group}/${pool.pool}`] ?? []),
     );
     put(this.#open, "hidden", status.open.length === 0);
@@ -107,10 +106,9 @@ class PoolCard {
     series: [{ name: "observed", colour: 0 }, { name: "forecast", colour: 1, isDashed: true }],
   });
 
-  constructor({ group, pool, role }, context) {
+  constructor({ group, pool, role }) {
     const name = h("h3", {}, pool, h("span", { class: "soft" }, ` ${role} pool of ${group}`));
-    const act = context.info.can_act && actionButton(context, { action: "pool-size", pool }, "Set the size");
-    const size = h("div", { class: "pool-size" }, this.#size, this.#sizeText, act);
+    const size = h("div", { class: "pool-size" }, this.#size, this.#sizeText);
     this.element = h(
       "section",
       { class: "card pool" },
