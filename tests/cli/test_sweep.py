@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from forebay.cli.simulate.options import FleetOptions, ShapeOptions
 from forebay.cli.simulate.simulations import Work, run_all
-from forebay.cli.simulate.sweep_axes import OF_FLEET, OF_SHAPE, axes_of, combinations
+from forebay.cli.simulate.sweep_axes import OF_FLEET, OF_SHAPE
 from forebay.engine_model.timing import LinearTiming
 from forebay.events.control import RouterConfig
 from forebay.simulate.pareto import costs
@@ -92,9 +91,8 @@ def test_run_equals_simulate_with_the_same_settings(trace: Path) -> None:
 
 
 def test_runs_are_sorted_by_cost_and_optimal_ones_are_marked(trace: Path) -> None:
-    objectives = ["ttft_ms.p90", "prefix_reuse"]
-    runs = runs_of(trace, *SIX, *(word for name in objectives for word in ("--objective", name)))
-    points = [costs(run, objectives) for run in runs]
+    runs = runs_of(trace, *SIX)
+    points = [costs(run, ("failed", "gpu_hours", "ttft_ms.p90", "itl_ms.p90")) for run in runs]
     assert points == sorted(points)
     for run, point in zip(runs, points, strict=True):
         worse = [other for other in points if other != point and all(o <= p for o, p in zip(other, point, strict=True))]
@@ -134,12 +132,9 @@ def test_missed_attainment_exits_1(trace: Path) -> None:
 
 def test_failed_requests_exit_1(tmp_path: Path) -> None:
     trace = write(tmp_path / "trace.jsonl", [MooncakeRow(0, 64, 1, [1]), MooncakeRow(1, 512, 1, [2])])
-    run = sweep(trace, "--set", "kv_blocks=4,64", "--json", "--policy", "kv", "--objective", "ttft_ms.p90")
+    run = sweep(trace, "--set", "kv_blocks=4,64", "--json", "--policy", "kv")
     assert run.returncode == 1
-    assert [(one["set"]["kv_blocks"], one["failed"], one["pareto"]) for one in json.loads(run.stdout)["runs"]] == [
-        ("64", 0, True),
-        ("4", 1, False),
-    ]
+    assert [(one["set"]["kv_blocks"], one["failed"]) for one in json.loads(run.stdout)["runs"]] == [("64", 0), ("4", 1)]
 
 
 def test_capacity_is_the_highest_rate_that_attains_the_slo(trace: Path) -> None:
@@ -230,16 +225,11 @@ def test_ending_a_sweep_ends_its_processes(trace: Path, number: signal.Signals) 
         (["--set", "worker=1"], "unknown setting 'worker'; did you mean workers"),
         (["--set", "workers=0"], "--set workers=0: expected a number greater than or equal to 1, got 0"),
         (["--set", "temperature=1", "--policy", "kv:temperature=2"], "temperature is in both --policy"),
-        (["--set", "pool.other.workers=1"], "unknown pool 'other'; pools are: default"),
-        (["--set", "pool.default.1.workers=1"], "pool 'default' has 1 worker groups, counted from 0"),
-        (["--set", "pool.default.colour=1"], "unknown pool setting 'colour'; pool settings are"),
         (["--set", "workers:kv_blocks=1:2,3"], "2 names need 2 values per point"),
         (["--set", "kv_blocks=64,1"], "kv, kv_blocks=1: no request of trace.jsonl fits a worker"),
         (["--set", f"seed={','.join(map(str, range(501)))}"], "the sweep would have 1002 runs; the maximum is 1000"),
         (["--find-capacity"], "--find-capacity requires --slo"),
         (["--find-capacity", "--slo", "ttft=1", "--duration-s", "0.1"], "arrive at one time"),
-        (["--objective", "beauty"], "--objective: unknown metric 'beauty'; metrics are: ttft_ms.mean"),
-        (["--objective", "capacity_per_s"], "--objective capacity_per_s requires --find-capacity"),
     ],
 )
 def test_invalid_sweeps_give_one_error_line_before_any_run(trace: Path, arguments: list[str], reason: str) -> None:
@@ -247,24 +237,6 @@ def test_invalid_sweeps_give_one_error_line_before_any_run(trace: Path, argument
     assert run.returncode == 2
     assert reason in run.stderr
     assert run.stderr.count("\n") == 1
-
-
-def test_a_pool_is_resized_by_its_name() -> None:
-    axes = axes_of(["pool.default.workers=3", "pool.default.0.block_size=32"])
-    (one,) = combinations(["kv"], axes, FleetOptions(), ShapeOptions())
-    assert (one.fleet.workers, one.fleet.pools[0].groups[0].engine.block_size) == (3, 32)
-
-
-def test_pools_of_a_file_are_resized_one_by_one(tmp_path: Path) -> None:
-    file = tmp_path / "fleet.toml"
-    file.write_text("".join(f'[[pools]]\nname = "{of}"\nmodel = "{of}"\nworkers = [{{count = 2}}]\n' for of in "ab"))
-    axes = axes_of(["pool.a.workers:pool.b.workers=1:3,3:1", "pool.b.kv_blocks=64"])
-    found = combinations(["kv"], axes, FleetOptions(file=file), ShapeOptions())
-    groups = [[pool.groups[0] for pool in one.fleet.pools] for one in found]
-    assert [[group.count for group in of] for of in groups] == [[1, 3], [3, 1]]
-    assert [[group.engine.kv_blocks_total for group in of] for of in groups] == [[16_384, 64]] * 2
-    with pytest.raises(ValueError, match="defines the fleet; remove --workers"):
-        combinations(["kv"], axes_of(["workers=1"]), FleetOptions(file=file), ShapeOptions())
 
 
 def test_setting_names_are_unambiguous() -> None:

@@ -5,20 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 DIGITS = 3  # differences below 0.1 % are not significant for a single workload
-LESS, MORE = 1.0, -1.0
-
-TIMES = {f"{name}.{of}": LESS for name in ("ttft_ms", "itl_ms", "e2e_ms") for of in ("mean", "p50", "p90", "p99")}
-OBJECTIVES: Mapping[str, float] = {  # metric paths; LESS or MORE says which direction is better
-    **TIMES,
-    "failed": LESS,
-    "gpus": LESS,
-    "gpu_hours": LESS,
-    "load_max_over_mean": LESS,
-    "prefix_reuse": MORE,
-    "attained": MORE,
-    "goodput_per_s": MORE,
-    "capacity_per_s": MORE,
-}
+RATES = ("goodput_per_s", "capacity_per_s")  # metrics of which more is better
 
 
 def figure(figures: Mapping[str, Any], path: str) -> float | None:
@@ -35,7 +22,7 @@ def costs(figures: Mapping[str, Any], objectives: Sequence[str]) -> tuple[float,
     A metric that the run lacks costs infinity. A failed request counts as an infinite latency, so a percentile costs
     infinity if the share of failed requests is larger than the share above the percentile.
     """
-    found = ((_endured(figures, path), OBJECTIVES[path]) for path in objectives)
+    found = ((_endured(figures, path), -1 if path in RATES else 1) for path in objectives)
     return tuple(math.inf if value is None else sign * _rounded(value) for value, sign in found)
 
 

@@ -96,10 +96,6 @@ class SweepCommand:
     find_capacity: Annotated[
         bool, Option("--find-capacity", help="Find the highest request rate that meets --slo.")
     ] = False
-    objectives: Annotated[
-        list[str] | None,
-        Option("--objective", metavar="METRIC", help="Metric for Pareto optimality. Repeatable."),
-    ] = None
     json: JsonOption = False
 
 

@@ -28,10 +28,9 @@ from forebay.cli.simulate.options import (
 from forebay.cli.simulate.simulations import Job, OnDone, Work, play, reason, run_all, run_metrics, simulate_metrics
 from forebay.cli.simulate.sweep_axes import Combination, axes_of, combinations
 from forebay.cli.simulate.sweep_view import attaining, show
-from forebay.events.names import unknown_name
 from forebay.ingress.errors import Unusable
 from forebay.simulate.capacity import SpeedTrial, search
-from forebay.simulate.pareto import OBJECTIVES, costs, optimal
+from forebay.simulate.pareto import costs, optimal
 from forebay.simulate.reading import open_workload
 from forebay.simulate.slo import Slo, requests_per_s
 from forebay.simulate.workload import Survey, Workload, WorkloadOptions, WorkloadUnusable
@@ -40,7 +39,6 @@ STEPS_EXPECTED = 10  # simulations per capacity search, for progress
 ATTAIN = 0.99
 COSTS = ("failed", "gpu_hours", "ttft_ms.p90", "itl_ms.p90")
 CAPACITY_COSTS = ("gpus", "capacity_per_s")
-OF_SLO = ("attained", "goodput_per_s")
 
 Metrics = dict[str, Any]
 
@@ -48,7 +46,9 @@ Metrics = dict[str, Any]
 def run_sweep(options: SweepCommand) -> None:
     try:
         objectives_slo = slo_of(options.slo, options.attain)
-        wanted = _objectives(options.objectives, objectives_slo, options.find_capacity)
+        if options.find_capacity and objectives_slo is None:
+            raise ValueError("--find-capacity requires --slo")
+        wanted = CAPACITY_COSTS if options.find_capacity else (*COSTS, *(("goodput_per_s",) if objectives_slo else ()))
         settings = settings_of(options.fleet)
         todo = combinations(
             policies_of(options.policies, settings), axes_of(options.sets or ()), options.fleet, options.shape
@@ -89,22 +89,6 @@ def run_sweep(options: SweepCommand) -> None:
     Console(stderr=True).print(f"{len(todo)} runs in {time.monotonic() - began_s:.1f} s", highlight=False)
     if dead or not _succeeded(runs, options.attain, options.find_capacity):
         raise click.exceptions.Exit(1)
-
-
-def _objectives(given: Sequence[str] | None, slo: Slo | None, find_capacity: bool) -> list[str]:
-    """Return the objectives to compare. Raises ValueError if an objective is unknown, or needs another option."""
-    if find_capacity and slo is None:
-        raise ValueError("--find-capacity requires --slo")
-    for name in given or ():
-        if name not in OBJECTIVES:
-            raise ValueError(f"--objective: {unknown_name('metric', name, OBJECTIVES)}")
-        if name in OF_SLO and slo is None:
-            raise ValueError(f"--objective {name} requires --slo")
-        if name == "capacity_per_s" and not find_capacity:
-            raise ValueError(f"--objective {name} requires --find-capacity")
-    if given:
-        return list(dict.fromkeys(given))
-    return list(CAPACITY_COSTS) if find_capacity else [*COSTS, *(("goodput_per_s",) if slo else ())]
 
 
 def _jobs(workload: str, todo: Sequence[Combination], find_capacity: bool) -> tuple[list[Job], Survey, str]:

@@ -1,10 +1,9 @@
 """Values of `--set NAME=VALUE,VALUE`: settings of the router, the fleet and the workload that a sweep varies.
 
 Names are those of the router's configuration, and those of the options of `forebay simulate` with underscores.
-`pool.NAME.workers` refers to one pool. `A:B=1:4,2:2` varies two settings together.
+`A:B=1:4,2:2` varies two settings together.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -12,24 +11,15 @@ from math import prod
 from typing import Any
 
 import click
-import msgspec
 
 from forebay.cli.common.options import CliOption, Number, parameters_of
 from forebay.cli.simulate.options import AS_CONFIGURED, TIERS, FleetOptions, ShapeOptions, router_of, settings_of
 from forebay.core.routing.policies import BUILT_IN
 from forebay.events.control import RouterConfig
 from forebay.events.names import unknown_name
-from forebay.simulate.settings import ROUTER_SETTINGS, PolicySpecUnusable, Settings, WorkerGroup, validate_settings
+from forebay.simulate.settings import ROUTER_SETTINGS, PolicySpecUnusable, Settings
 
 RUNS_MAX = 1_000
-POOL_SETTING = re.compile(r"pool\.(?P<pool>.+?)(\.(?P<group>\d+))?\.(?P<size>[a-z_]+)")
-ENGINE_SIZES = {
-    "block_size": "block_size",
-    "kv_blocks": "kv_blocks_total",
-    "max_num_seqs": "max_num_seqs",
-    "max_num_batched_tokens": "max_num_batched_tokens",
-}
-POOL_SIZES = ("workers", *ENGINE_SIZES)
 # Settings that only affect the cost function have no effect on modes that ignore costs.
 COST_SETTINGS = (
     "selection_policy", "overlap_score_credit", "overlap_score_credit_decay", "prefill_load_scale", "temperature",
@@ -48,6 +38,7 @@ def _scalars(group: type[Any]) -> dict[str, CliOption]:
 OF_FLEET = _scalars(FleetOptions)
 OF_SHAPE = _scalars(ShapeOptions)
 TIER_SIZES = {f"kv_{tier}_size": tier for tier in TIERS}  # sizes of `--kv-tier`
+KNOWN = sorted({*ROUTER_SETTINGS, *OF_FLEET, *TIER_SIZES, *OF_SHAPE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +72,6 @@ class _Parts:
     fleet: FleetOptions
     shape: ShapeOptions
     router: list[str] = field(default_factory=list)
-    pools: list[tuple[str, str]] = field(default_factory=list)
 
 
 def axes_of(sets: Sequence[str]) -> list[Axis]:
@@ -101,7 +91,8 @@ def axes_of(sets: Sequence[str]) -> list[Axis]:
         if len(set(points)) < len(points):
             raise ValueError(f"--set {text}: duplicate value")
         for name in names:
-            _require_known(name, text)
+            if name not in KNOWN:
+                raise ValueError(f"--set {text}: {unknown_name('setting', name, KNOWN)}")
             if name in seen:
                 raise ValueError(f"--set {text}: {name} is varied twice; use one --set for it")
             seen.add(name)
@@ -139,11 +130,8 @@ def _combination(text: str, varied: Mapping[str, str], fleet: FleetOptions, shap
     parts = _Parts(fleet, shape)
     for name, value in varied.items():
         _vary(parts, name, value)
-    settings = settings_of(parts.fleet)
-    for name, value in parts.pools:
-        settings = _resized(settings, name, value)
-    validate_settings(settings)
-    return Combination(text, varied, _router(text, parts.router), settings, parts.shape, parts.fleet.seed)
+    router = _router(text, parts.router)
+    return Combination(text, varied, router, settings_of(parts.fleet), parts.shape, parts.fleet.seed)
 
 
 def _router(text: str, more: Sequence[str]) -> RouterConfig:
@@ -166,10 +154,8 @@ def _vary(parts: _Parts, name: str, value: str) -> None:
     elif name in TIER_SIZES:
         more = f"{TIER_SIZES[name]}:size={value}"
         parts.fleet = replace(parts.fleet, kv_tier=[*(parts.fleet.kv_tier or ()), more])
-    elif name in OF_SHAPE:
-        parts.shape = replace(parts.shape, **{name: _converted(name, value, OF_SHAPE[name])})
     else:
-        parts.pools.append((name, value))
+        parts.shape = replace(parts.shape, **{name: _converted(name, value, OF_SHAPE[name])})
 
 
 def _converted(name: str, text: str, option: CliOption) -> Any:
@@ -179,46 +165,3 @@ def _converted(name: str, text: str, option: CliOption) -> Any:
         return option.type.convert(text, None, None)
     except click.BadParameter as error:
         raise ValueError(f"--set {name}={text}: {error.message}; separate values by commas") from None
-
-
-def _require_known(name: str, text: str) -> None:
-    if name in (*ROUTER_SETTINGS, *OF_FLEET, *TIER_SIZES, *OF_SHAPE):
-        return
-    pool = POOL_SETTING.fullmatch(name)
-    known = sorted({*ROUTER_SETTINGS, *OF_FLEET, *TIER_SIZES, *OF_SHAPE})
-    if pool is None:
-        raise ValueError(f"--set {text}: {unknown_name('setting', name, known)}")
-    if pool["size"] not in POOL_SIZES:
-        raise ValueError(f"--set {text}: {unknown_name('pool setting', pool['size'], POOL_SIZES)}")
-
-
-def _resized(settings: Settings, name: str, text: str) -> Settings:
-    """Return the fleet with another number or size of workers in one group of a pool."""
-    match = POOL_SETTING.fullmatch(name)
-    assert match is not None, "the name was validated"
-    pools = {pool.name: pool for pool in settings.pools}
-    if match["pool"] not in pools:
-        raise ValueError(f"--set {name}: {unknown_name('pool', match['pool'], pools)}")
-    pool = pools[match["pool"]]
-    if match["group"] is None and len(pool.groups) > 1:
-        last = len(pool.groups) - 1
-        names = f"pool.{pool.name}.0.{match['size']} to pool.{pool.name}.{last}.{match['size']}"
-        raise ValueError(f"--set {name}: the pool has several worker groups; use {names}")
-    number = int(match["group"] or 0)
-    if number >= len(pool.groups):
-        raise ValueError(f"--set {name}: pool {pool.name!r} has {len(pool.groups)} worker groups, counted from 0")
-    groups = list(pool.groups)
-    size = match["size"]
-    groups[number] = _resized_group(groups[number], name, size, _converted(name, text, OF_FLEET[size]))
-    return msgspec.structs.replace(
-        settings,
-        pools=tuple(
-            msgspec.structs.replace(one, groups=tuple(groups)) if one is pool else one for one in settings.pools
-        ),
-    )
-
-
-def _resized_group(group: WorkerGroup, name: str, size: str, value: int) -> WorkerGroup:
-    if size == "workers":
-        return msgspec.structs.replace(group, count=value)
-    return msgspec.structs.replace(group, engine=msgspec.structs.replace(group.engine, **{ENGINE_SIZES[size]: value}))

@@ -4,7 +4,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from forebay.cli.common.page import Axis, Chart, Curve, Heat, Mark, Panel, Unit
+from forebay.cli.simulate.report.chart import Axis, Chart, Curve, Heat, Panel, Unit
 from forebay.cli.simulate.report.measures import US_PER_S, Measured, group_size
 from forebay.simulate.outcome import worker_names
 
@@ -29,8 +29,7 @@ def attainment(runs: Sequence[Measured], limits: dict[str, Any]) -> Iterator[Cha
             text=f"Share of all requests with at most this {name.upper()}. Failed requests miss every limit.",
             panels=[Panel(curves=curves, y=Axis(unit="share", end=1.02))],
             x=Axis(unit="ms", log=True),
-            marks=[Mark(at=limits[name][limits[f"{name}_at"]])],
-            paired=True,
+            mark=limits[name][limits[f"{name}_at"]],
         )
 
 
@@ -51,7 +50,7 @@ def over_time(runs: Sequence[Measured]) -> Iterator[Chart]:
         for title, of_values, values in _series(one):
             panel = panels.setdefault(title, Panel(title=title, curves=[], y=Axis(unit=of_values), height=PANEL_PX))
             x = [round(at * width_s / divisor, 4) for at in range(len(values))]
-            panel.curves.append(_curve(one, x, values, style="step"))
+            panel.curves.append(_curve(one, x, values, is_step=True))
     sampled_s = max(one.run.outcome.timeline.bin_us for one in timed) / US_PER_S
     yield Chart(
         id="time",

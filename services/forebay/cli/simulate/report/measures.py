@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forebay.cli.common.page import COLOURS
+from forebay.cli.simulate.report.chart import COLOURS
 from forebay.cli.simulate.simulations import SimulationRun
 from forebay.simulate.slo import Slo, goodput, latencies_us
 

@@ -1,5 +1,12 @@
-"""HTML page of `forebay simulate --report`: texts, charts, and the data for its scripts."""
+"""HTML page of `forebay simulate --report`: a self-contained file that loads nothing from the network.
 
+`page.html` is the template. The page shares its style and uPlot, which draws the charts, with the page of `forebay
+console`. Names chosen by users are always text, never markup: the template escapes them, scripts receive them as data
+and insert text nodes, and the content security policy of the page blocks all external resources.
+"""
+
+import zlib
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,15 +14,15 @@ from pathlib import Path
 import msgspec
 from rich.progress import SpinnerColumn, TextColumn
 
-from forebay.cli.common.page import Chart, Part, render, require_writable, write
-from forebay.cli.common.terminal import bar
+from forebay.cli.common.errors import BROKEN, fail
+from forebay.cli.common.terminal import bar, printable
 from forebay.cli.simulate.report.charts import attainment, loads, over_time
 from forebay.cli.simulate.report.measures import Measured, limits, measured
 from forebay.cli.simulate.report.words import (
     duration,
     findings,
     headline,
-    metrics_table,
+    metric_rows,
     notes,
     settings_shown,
     slo_text,
@@ -24,15 +31,28 @@ from forebay.cli.simulate.simulations import SimulationRun
 from forebay.simulate.slo import Slo
 
 RUNS_MAX = 12  # runs on one page; charts with more lines are unreadable
-OPTION = "--report"
 TITLE = "forebay simulate"
-FOLDER = "simulate/report"
-TEMPLATE = f"{FOLDER}/report.html"
+HEAD_BYTES = 1024  # the first bytes of a report, which contain its title
 
 
 def require_report(path: Path) -> None:
-    """Check, before anything is simulated, that the report can be written to `path`. Otherwise the command ends."""
-    require_writable(OPTION, path, TITLE)
+    """Check, before anything is simulated, that the report can be written to `path`.
+
+    Exits if the file cannot be written, or exists and is not an earlier report.
+    """
+    if not path.parent.is_dir():
+        fail(f"--report {path}: no such directory {path.parent}")
+    if not path.exists():
+        return
+    if not path.is_file():  # reading a pipe or a terminal would wait
+        fail(f"--report {path}: not a regular file; choose another name")
+    try:
+        with path.open("rb") as file:
+            is_page = f"<title>{TITLE}".encode() in file.read(HEAD_BYTES)
+    except OSError as error:
+        fail(f"--report {path}: {error.strerror}")
+    if not is_page:
+        fail(f"--report {path}: the file exists and is not a report of this command; choose another name")
 
 
 def write_report(
@@ -44,10 +64,18 @@ def write_report(
     digest: str,
     survey_notes: Sequence[str] = (),
 ) -> None:
-    """Write the report. The arguments are those of `page`. A file that cannot be written ends the command."""
+    """Write the report atomically, with the arguments of `page`. A file that cannot be written ends the command."""
+    part = path.with_name(f"{path.name}.part")
     with bar(SpinnerColumn(), TextColumn("{task.description}")) as progress:
         progress.add_task("writing the report")
-        write(OPTION, path, lambda: page(runs, workload=workload, slo=slo, digest=digest, survey_notes=survey_notes))
+        try:
+            content = page(runs, workload=workload, slo=slo, digest=digest, survey_notes=survey_notes)
+            part.write_text(content, encoding="utf-8")
+            part.replace(path)
+        except OSError as error:
+            fail(f"--report {path}: {error.strerror}", BROKEN)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def page(
@@ -57,37 +85,44 @@ def page(
 
     `digest` is the hash of all decisions, equal for equal runs. `survey_notes` say how the workload was read.
     """
+    import jinja2  # noqa: PLC0415 - a simulation without a report does not wait for it
+
     shown = measured(runs[:RUNS_MAX], slo)
     found = [*survey_notes, *findings(shown)]
     if len(runs) > RUNS_MAX:
         found.append(f"The report shows the first {RUNS_MAX} of {len(runs)} runs.")
-    subject = _subject(shown, workload)
-    parts: list[Part | Chart] = [
-        Part(kind=TEMPLATE, title="runs", text=subject, items=found, values=shown),
-        metrics_table(shown),
-    ]
     kept = limits(shown, slo or Slo())
-    if any(one.ttft_ms for one in shown):
-        parts += [Part(kind=TEMPLATE, title="limits", text=slo_text(slo) if slo else "", values=shown)]
-        parts += attainment(shown, kept)
-    settings = msgspec.json.format(msgspec.json.encode(settings_shown(shown)), indent=2).decode()
-    parts += [
-        *over_time(shown),
-        *loads(shown),
-        Part(kind="notes", title="Definitions of the metrics", items=notes(shown)),
-        Part(kind=TEMPLATE, title="end", items=settings.splitlines(), text=digest),
-    ]
-    return render(
-        f"{TITLE}: {subject}",
-        parts,
+    attained = list(attainment(shown, kept)) if any(one.ttft_ms for one in shown) else []
+    charts = [*over_time(shown), *loads(shown)]
+    data = {
+        "charts": {chart.id: chart for chart in (*attained, *charts)},
+        "labels": [one.label for one in shown],
+        "limits": {**kept, "e2e": duration(slo.e2e_ms) if slo and slo.e2e_ms else ""},
+    }
+    environment = jinja2.Environment(
+        loader=jinja2.ChoiceLoader(
+            [jinja2.PackageLoader("forebay.cli.simulate", "report"), jinja2.PackageLoader("forebay.console", "static")]
+        ),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        # Unprintable characters are escaped, such as marks that reverse the text direction.
+        finalize=lambda value: printable(value) if type(value) is str else value,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("page.html").render(
+        title=TITLE,
         heading=headline(shown, slo),
-        colours={one.label: one.colour for one in shown},
-        data={
-            "labels": [one.label for one in shown],
-            "limits": {**kept, "e2e": duration(slo.e2e_ms) if slo and slo.e2e_ms else ""},
-        },
-        style=f"{FOLDER}/report.css",
-        scripts=[f"{FOLDER}/report.js"],
+        subject=_subject(shown, workload),
+        findings=found,
+        runs=shown,
+        metrics=metric_rows(shown),
+        slo=slo_text(slo) if slo else "",
+        attained=attained,
+        charts=charts,
+        notes=notes(shown),
+        settings=msgspec.json.format(msgspec.json.encode(settings_shown(shown)), indent=2).decode().splitlines(),
+        digest=digest,
+        data=b64encode(zlib.compress(msgspec.json.encode(data), 9)).decode(),
     )
 
 

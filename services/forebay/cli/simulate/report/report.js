@@ -43,11 +43,10 @@ function showLimits(limits) {
   for (const [name, input] of Object.entries(inputs)) {
     input.max = limits[name].length - 1;
     input.value = limits[`${name}_at`];
-    const [mark] = charts[name].marks;
-    mark.at = limits[name][input.valueAsNumber];
+    charts[name].mark = limits[name][input.valueAsNumber];
     input.addEventListener("input", () => {
       update();
-      mark.at = limits[name][input.valueAsNumber];
+      charts[name].mark = limits[name][input.valueAsNumber];
       for (const plot of plots[name]) plot.redraw();
     });
   }

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from forebay.cli.common.page import Part
 from forebay.cli.simulate.options import to_json
 from forebay.cli.simulate.report.measures import Measured
 from forebay.simulate.pareto import figure
@@ -78,20 +77,12 @@ def headline(runs: Sequence[Measured], slo: Slo | None) -> str:
     """Return a sentence that says which run is best: by SLO attainment, or without an SLO by mean TTFT."""
     answered = [one for one in runs if one.ttft_ms]
     if not answered:
-        return "No request completed." if any(one.requests for one in runs) else "The workload contains no requests."
+        return "No request completed."
     metric = ATTAINED if slo else TTFT
     best, others = _ranked(answered, metric)
-    value = metric.text(_value(best[0], metric))
-    if len(answered) == 1:
-        text = f"{best[0].label}: {metric.name} {value}"
-    else:
-        of = f"SLO attainment ({slo_text(slo)})" if slo else metric.name
-        verb = "has the best" if len(best) == 1 else "are equal in" if not others else "are equal and have the best"
-        text = f"{_names(best)} {verb} {of}: {value}"
-    if others:
-        text += f"; {others[0].label} has {metric.text(_value(others[0], metric))}"
-    silent = [one for one in runs if not one.ttft_ms]
-    return f"{text}. No request completed under {_names(silent)}." if silent else f"{text}."
+    of = f"SLO attainment ({slo_text(slo)})" if slo else metric.name
+    text = f"Best {of}: {_names(best)}, {metric.text(_value(best[0], metric))}"
+    return f"{text}; {others[0].label} has {metric.text(_value(others[0], metric))}." if others else f"{text}."
 
 
 def findings(runs: Sequence[Measured]) -> list[str]:
@@ -104,7 +95,8 @@ def findings(runs: Sequence[Measured]) -> list[str]:
     return found
 
 
-def metrics_table(runs: Sequence[Measured]) -> Part:
+def metric_rows(runs: Sequence[Measured]) -> list[list[str]]:
+    """Return the rows of the table: the name of a metric, and its value under each run."""
     rows = []
     for metric in METRICS:
         values = [figure(one.metrics, metric.path) for one in runs]
@@ -117,7 +109,7 @@ def metrics_table(runs: Sequence[Measured]) -> Part:
                 for one, value in zip(runs, values, strict=True)
             ]
             rows.append([metric.name, *cells])
-    return Part(kind="table", head=["", *(one.label for one in runs)], rows=rows)
+    return rows
 
 
 def notes(runs: Sequence[Measured]) -> list[str]:

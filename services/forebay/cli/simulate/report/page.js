@@ -1,4 +1,4 @@
-// What every report does: draw its charts with uPlot in the colours of the scheme, and save them as pictures.
+// Draw the charts of the report with uPlot in the colours of the scheme, and save them as pictures.
 const count = new Intl.NumberFormat("en");
 const charts = {}, plots = {}; // by ID: descriptions of charts, and a plot per panel
 const hidden = new Set(); // groups of curves that are not shown
@@ -51,47 +51,47 @@ async function drawAll() {
 }
 
 function draw(id) {
-  const box = document.getElementById(id), { panels, x = {}, marks = [] } = charts[id];
+  const box = document.getElementById(id), { panels, x } = charts[id];
   for (const plot of plots[id] ?? []) plot.destroy();
   box.replaceChildren();
-  plots[id] = panels.map((panel, at) => drawPanel(box, panel, x, marks, at === panels.length - 1, id));
+  plots[id] = panels.map((panel, at) => drawPanel(box, panel, x, at === panels.length - 1, id));
 }
 
-function drawPanel(box, { title = "", colour = "", curves = [], y = {}, heat, height = 280 }, x, marks, isLast, id) {
+function drawPanel(box, { title = "", colour = "", curves = [], y = {}, heat, height = 280 }, x, isLast, id) {
   const shown = curves.filter((one) => !hidden.has(one.group));
   const values = shown.map((one) => element("b"));
-  const names = shown.map((one, at) => element("span", { style: `--own: var(--${one.colour ?? "soft"})` }, one.name ?? "", " ", values[at]));
+  const names = shown.map((one, at) => element("span", { style: `--own: var(--${one.colour})` }, one.name, " ", values[at]));
   const place = element("span", { class: "place" });
   const head = element("div", { class: "panel-head" }, element("b", colour ? { style: `color: var(--${colour})` } : {}, title), ...names, place);
   box.append(head);
   const data = heat ? [heat.values[0].map((_, at) => (at + 0.5) * heat.width), heat.values[0].map(() => 0)]
     : shown.length ? uPlot.join(shown.map((one) => [one.x, one.y])) : [[0, 1]];
-  const show = (axis, value) => axis.names?.[value] ?? formats[axis.unit ?? "number"](value);
+  const show = (axis, value) => formats[axis.unit ?? "number"](value);
   const readout = (plot) => {
     const { idx, idxs, top } = plot.cursor, isOver = idx !== null && idx !== undefined;
     values.forEach((value, at) => {
       const one = isOver ? plot.data[at + 1][idxs[at + 1] ?? idx] : null;
       value.textContent = one === null || one === undefined ? "" : show(y, one);
     });
-    place.textContent = isOver ? `${show(x, plot.data[0][idx])} ${x.names || x.unit ? "" : x.title ?? ""}` : "";
+    place.textContent = isOver ? `${show(x, plot.data[0][idx])} ${x.unit ? "" : x.title ?? ""}` : "";
     const row = heat && isOver ? Math.min(heat.rows.length - 1, Math.floor((top / plot.over.clientHeight) * heat.rows.length)) : -1;
     if (row >= 0) place.textContent += `, ${heat.rows[row]}: ${show(y, heat.values[row][idx])}`;
   };
   const axis = { stroke: css("soft"), font: FONT, grid: { stroke: css("line"), width: 1 }, ticks: { show: false } };
-  const labels = (of) => (plot, splits) => splits.map((one) => (one === null ? "" : of.names ? of.names[one] ?? "" : formats[of.unit ?? "number"](one)));
+  const labels = (of) => (plot, splits) => splits.map((one) => (one === null ? "" : formats[of.unit ?? "number"](one)));
   const options = {
     width: box.clientWidth, height: height + (isLast ? AXIS_PX : 0), padding: [8, 18, isLast ? 0 : 6, 0], legend: { show: false },
     cursor: { sync: { key: id }, y: Boolean(heat), points: { size: 7 }, dataIdx: newestValue },
     scales: { x: scaleOf(x, true), y: heat ? { range: [0, heat.rows.length], dir: -1 } : scaleOf(y, false) },
     axes: [
-      { ...axis, show: isLast, label: x.title, labelFont: FONT, labelSize: 18, size: 34, values: labels(x), ...named(x) },
+      { ...axis, show: isLast, label: x.title, labelFont: FONT, labelSize: 18, size: 34, values: labels(x), ...ticksOf(x) },
       { ...axis, label: y.title, labelFont: FONT, labelSize: 18, size: heat ? 110 : 62, values: labels(y), ...(heat ? rowLabels(heat) : {}) },
     ],
-    series: [{}, ...(heat ? [{ paths: () => null, points: { show: false } }] : shown.map((one, at) => seriesOf(one, at, shown.length)))],
+    series: [{}, ...(heat ? [{ paths: () => null, points: { show: false } }] : shown.map(seriesOf))],
     hooks: {
       setCursor: [readout],
       ...(heat && { drawClear: [(plot) => drawHeat(plot, heat)] }),
-      draw: [(plot) => marks.forEach((mark) => drawMark(plot, mark))],
+      draw: [(plot) => charts[id].mark !== undefined && drawMark(plot, charts[id].mark)],
     },
   };
   return new uPlot(options, data, box);
@@ -104,17 +104,13 @@ function newestValue(plot, series, at) {
   return at;
 }
 
-function scaleOf({ log, end, names }, isX) {
-  if (names?.length) return { time: false, range: [-0.6, names.length - 0.4] };
+function scaleOf({ log, end }, isX) {
   if (log) return { time: false, distr: 3, log: 10, ...(isX ? { range: (plot, low, high) => [low * 0.9, high * 1.1] } : {}) };
   return { time: false, range: isX ? (plot, low, high) => [low, Math.max(end ?? high, low + 1e-9)] : (plot, low, high) => [Math.min(0, low), end ?? (Math.max(0, high) * 1.06 || 1)] };
 }
 
-function named({ names, log }) {
-  if (log) return { splits: (plot, axis, low, high) => ticks(low, high), filter: (plot, splits) => splits };
-  if (!names?.length) return { space: 70 };
-  const step = Math.ceil(names.length / 16);
-  return { splits: () => names.map((_, at) => at).filter((at) => at % step === 0), grid: { show: false } };
+function ticksOf({ log }) {
+  return log ? { splits: (plot, axis, low, high) => ticks(low, high), filter: (plot, splits) => splits } : { space: 70 };
 }
 
 // Return round numbers on a logarithmic axis: 1, 2 and 5 times the powers of ten, or only these if there are many.
@@ -135,29 +131,20 @@ function rowLabels({ rows }) {
   };
 }
 
-function seriesOf({ name, colour = "soft", style = "line" }, at, many) {
-  const stroke = css(colour);
-  const side = many > 1 ? at / (many - 1) * 2 - 1 : 0; // bars of several curves stand beside each other
-  const paths = {
-    step: uPlot.paths.stepped({ align: 1 }),
-    bars: uPlot.paths.bars({ size: [0.8 / many, 60], align: side }),
-  }[style];
-  const fill = { area: `${stroke}30`, bars: `${stroke}c0` }[style];
-  return { label: name, stroke, width: style === "bars" ? 0 : 1.7, fill, paths, points: { show: style === "points" ? true : undefined, size: 6 } };
+function seriesOf({ name, colour, is_step }) {
+  return { label: name, stroke: css(colour), width: 1.7, paths: is_step ? uPlot.paths.stepped({ align: 1 }) : undefined, points: { size: 6 } };
 }
 
-function drawMark(plot, { at, colour = "ink", text = "" }) {
+function drawMark(plot, at) {
   const { ctx, bbox } = plot, x = plot.valToPos(at, "x", true);
   if (!(x >= bbox.left && x <= bbox.left + bbox.width)) return;
   ctx.save();
-  Object.assign(ctx, { strokeStyle: css(colour), fillStyle: css(colour), lineWidth: 1.5 * devicePixelRatio });
+  Object.assign(ctx, { strokeStyle: css("ink"), lineWidth: 1.5 * devicePixelRatio });
   ctx.setLineDash([5, 4]);
   ctx.beginPath();
   ctx.moveTo(x, bbox.top);
   ctx.lineTo(x, bbox.top + bbox.height);
   ctx.stroke();
-  ctx.textAlign = "left";
-  ctx.fillText(text, x + 4 * devicePixelRatio, bbox.top + 12 * devicePixelRatio);
   ctx.restore();
 }
 
