@@ -22,7 +22,7 @@ from forebay.core.rederive import Divergence
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies, PolicyMissing
 from forebay.core.state.fleet import FleetWorker
 from forebay.core.step import CLOCK, AnyDecision, InputEvent, open_run, step
-from forebay.core.world import CORE_VERSION, World
+from forebay.core.world import World
 from forebay.events.base import hex_digest
 from forebay.events.decisions import JournalRecord
 from forebay.events.fleet import OwnershipAnnounced, WorkerLost
@@ -39,13 +39,14 @@ from forebay.replay.moment import (
     requests_of,
     workers_of,
 )
-from forebay.replay.spans import clock_before, moment_error, sealed_start
+from forebay.replay.spans import clock_before
 from forebay.replay.walk import LogStates, Start, States, StateTime, Step, Walk
-from forebay.transport.base import Log, LogError
+from forebay.transport.base import Log, LogError, NotDerivable
 from forebay.transport.history.claims import validity_at
 from forebay.transport.history.reader import (
     OtherRules,
     RecordedOrder,
+    Validity,
     decode_journal,
     decode_or_none,
     events_of,
@@ -196,7 +197,7 @@ async def seek(
 
     If that record is stale or foreign, the position is at the last valid record before it. The derivation begins at the
     newest of `states` before it, by default at the newest snapshot. Raises NoSuchRecord if the recording has no record
-    at `offset`. Raises NotDerivable if an owner with other decision rules wrote the record, unless it is a `Sealed`.
+    at `offset`. Raises NotDerivable if an owner with other decision rules wrote the record.
     """
     begin, end = await _extent(log, partition)
     wanted = end - 1 if offset is None else offset
@@ -205,15 +206,12 @@ async def seek(
     known = LogStates(log, partition, custom) if states is None else states
     try:
         start = await known.before(wanted)
+        last = await _last_valid(log, partition, start, wanted)
+        position = Position(log, partition, start, end)
+        while position.offset < last and await position.forward():
+            pass
     except OtherRules as other:
-        sealed = await sealed_start(log, partition, wanted, custom)
-        if sealed is None:
-            raise await moment_error(log, partition, wanted) from other
-        start = sealed
-    last = await _last_valid(log, partition, start, wanted)
-    position = Position(log, partition, start, end)
-    while position.offset < last and await position.forward():
-        pass
+        raise NotDerivable(str(other)) from other
     return position
 
 
@@ -326,8 +324,8 @@ async def seek_time(
     position = await seek(log, partition, offset, custom, states)
     following = await _next_record(log, partition, position)
     if following is not None:
-        if following.is_of_other_rules and any(run.now_us <= time_us for run in following.record.consumed):
-            raise await moment_error(log, partition, following.offset)
+        if any(run.now_us <= time_us for run in following.record.consumed):
+            following.require_own_rules()
         applied = await _apply_recorded(log, partition, position.world, following.record, time_us)
         position.later = LaterFacts(requested_us=time_us, applied=dict(applied))
         return position
@@ -369,7 +367,13 @@ async def last_time(log: Log, partition: int) -> int:
 class _NextRecord(NamedTuple):
     offset: int
     record: JournalRecord
-    is_of_other_rules: bool
+    validity: Validity
+
+    def require_own_rules(self) -> None:
+        try:
+            self.validity.require_own_rules(self.offset)
+        except OtherRules as other:
+            raise NotDerivable(str(other)) from other
 
 
 async def _next_record(log: Log, partition: int, position: Position) -> _NextRecord | None:
@@ -378,7 +382,7 @@ async def _next_record(log: Log, partition: int, position: Position) -> _NextRec
     validity = await validity_at(log, partition, start, position.owner, position.rules)
     async for offset, record in journal(log, partition, start, end, validity):
         if record.consumed:
-            return _NextRecord(offset, record, validity.rules != CORE_VERSION)
+            return _NextRecord(offset, record, validity)
     return None
 
 

@@ -4,32 +4,27 @@ A span begins at the beginning of the log, or at a claim whose owner continued f
 other decision rules had stopped as planned, or because an operator accepted a loss.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.world import CORE_VERSION
-from forebay.events.decisions import OwnerClaimed, Sealed
+from forebay.events.decisions import OwnerClaimed
 from forebay.events.topics import DECISIONS
-from forebay.replay.walk import Start, oldest
-from forebay.transport.base import Log, NotDerivable
+from forebay.replay.walk import Start, Walk, oldest
+from forebay.transport.base import Log
 from forebay.transport.history.claims import valid_claims, validity_at
 from forebay.transport.history.reader import PAGE_RECORDS, Validity, decode_journal, journal, journal_records
-from forebay.transport.history.release import rules_text
 from forebay.transport.history.snapshots import (
     claim_at,
     load_continued,
-    load_sealed,
     load_snapshot,
     newest_snapshot,
-    newest_snapshot_at,
     owner_state,
     snapshots_taken,
 )
 from forebay.transport.history.start import StoredState, begins_of, oldest_state, usable_state
-from forebay.transport.recording.manifest import utc
 
 
 class OtherSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,56 +87,15 @@ async def valid_offsets(log: Log, partition: int, start: int, end: int) -> set[i
     return {offset async for offset, _ in journal(log, partition, first, end, validity) if offset >= start}
 
 
-async def sealed_start(log: Log, partition: int, offset: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Start | None:
-    """Return the state at journal offset `offset` from the seal of an owner with any rules.
+async def next_own_span(log: Log, partition: int, walk: Walk, custom: CustomPolicies = ONLY_BUILT_IN) -> Start | None:
+    """Return the state from which an owner with this program's rules continued after a walk that raised OtherRules.
 
-    Returns None if the last valid record up to `offset` is not a `Sealed`. `Start.offset` is the offset after it.
+    Returns None if there is no such owner up to `walk.end`. Raises LogError if the state is lost.
     """
-    found = await newest_snapshot_at(log, partition, offset + 1)
-    if found is None or not isinstance(found[1], Sealed):
-        return None
-    sealed_at, sealed = found
-    world = await load_sealed(log, partition, sealed, custom)
-    validity = Validity.after(world, sealed.core_version, sealed_at)
-    async for record in journal_records(log, partition, sealed_at + 1, offset + 1):
-        claim = validity.read(record)
-        if validity.last == record.offset and not (isinstance(claim, OwnerClaimed) and claim.snapshot < 0):
-            return None
-    return Start(world, sealed_at + 1, rules=sealed.core_version)
-
-
-async def moment_error(log: Log, partition: int, offset: int) -> NotDerivable:
-    """Return the error for a moment in a span of other rules, which names the nearest other moments."""
-    end = await log.end(DECISIONS.name, partition)
-    spans = await spans_of(log, partition, await oldest_state(log, partition), end)
-    span = next((one for one in reversed(spans) if one.first <= offset), spans[0])
-    near = [] if span.claim is None else [span.first]
-    if span.end < end and spans[spans.index(span) + 1].is_own:
-        near.append(span.end)
-    elif await _ends_sealed(log, partition, span):
-        near.append(span.end - 1)
-    moments = [NearMoment(one, await clock_before(log, partition, one + 1)) for one in near]
-    return not_derivable(offset, span.first, span.end, span.rules, span.release, moments)
-
-
-class NearMoment(NamedTuple):
-    offset: int
-    now_us: int
-
-
-def not_derivable(
-    offset: int, first: int, end: int, rules: int, release: str, near: Sequence[NearMoment]
-) -> NotDerivable:
-    """Return the error for a moment at `offset` in the part [first, end) of a journal by owners with other rules."""
-    shown = [f"offset {one.offset}" + (f" ({utc(one.now_us)})" if one.now_us else "") for one in near]
-    remedy = f"use forebay {release}" if release else "use that version"
-    if shown:
-        nearest = f"nearest moment{'s' * (len(shown) > 1)} that this program can show"
-        remedy += f", or show {' or '.join(shown)}, the {nearest}"
-    return NotDerivable(
-        f"journal offset {offset} is in a part ({first} to {end - 1}) that was decided by {rules_text(rules, release)},"
-        f" this program has version {CORE_VERSION}: {remedy}"
-    )
+    async for valid in valid_claims(log, partition, walk.position, walk.end, walk.world, walk.validity.rules):
+        if valid.begins_span and valid.claim.core_version == CORE_VERSION:
+            return Start(await load_continued(log, partition, valid.claim, custom), valid.offset, begins_span=True)
+    return None
 
 
 async def oldest_of_any_rules(log: Log, partition: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Start:
@@ -166,8 +120,3 @@ async def clock_before(log: Log, partition: int, end: int) -> int:
             return max(clocks)  # a repeated record may be the last one
         end = start
     return 0
-
-
-async def _ends_sealed(log: Log, partition: int, span: RulesSpan) -> bool:
-    found = await newest_snapshot_at(log, partition, span.end)
-    return found is not None and found[0] == span.end - 1 and isinstance(found[1], Sealed)

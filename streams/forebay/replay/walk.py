@@ -5,16 +5,16 @@ stale and foreign records are counted.
 """
 
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from forebay.core.rederive import Divergence, RecordedEvents, Rederivation
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies, PolicyMissing
-from forebay.core.step import CLOCK, AnyDecision
+from forebay.core.step import AnyDecision, InputEvent
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.codec import encode
-from forebay.events.decisions import JournalRecord, OwnerClaimed, SnapshotRecord
+from forebay.events.decisions import ConsumedRun, JournalRecord, OwnerClaimed, SnapshotRecord
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.replay.checks import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS
 from forebay.replay.moment import LossFacts
@@ -103,13 +103,24 @@ class LogStates:
 class Step(NamedTuple):
     """One step of a `Walk`: a valid journal record. `divergence` is None if the derived decision is equal.
 
-    `events` are the events that `record.consumed` counts, by topic; None for an event that did not decode.
+    `events` are the events that `record.consumed` counts, by topic; None for an event that did not decode. `begins` has
+    the offset of the first of these events, by topic.
     """
 
     offset: int
     record: JournalRecord
     events: RecordedEvents
     divergence: Divergence | None
+    begins: dict[str, int]
+
+    def runs(self) -> Iterator[tuple[ConsumedRun, Iterable[tuple[int, InputEvent | None]]]]:
+        """Yield each run, with the offset and the event of each record that it counts."""
+        taken: Counter[str] = Counter()
+        for run in self.record.consumed:
+            begin = taken[run.topic]
+            taken[run.topic] += run.count
+            events = self.events.get(run.topic, ())[begin : begin + run.count]
+            yield run, enumerate(events, self.begins.get(run.topic, 0) + begin)
 
 
 class Walk:
@@ -159,14 +170,6 @@ class Walk:
         totals = {name: count + self._begin.unverified.get(name, 0) for name, count in found.items()}
         return {name: count for name, count in totals.items() if count}
 
-    def consumed_from(self, record: JournalRecord) -> dict[str, int]:
-        """Return the offset of the first event that `record.consumed` counts, by topic. `record` is the last step's."""
-        counts: Counter[str] = Counter()
-        for run in record.consumed:
-            counts[run.topic] += run.count
-        del counts[CLOCK]
-        return {topic: self.order.offset(topic) - count for topic, count in counts.items()}
-
     async def __aiter__(self) -> AsyncIterator[Step]:
         """Derive and yield one record after another. A divergence is the last step."""
         if self.position == self.start:
@@ -188,8 +191,9 @@ class Walk:
                 missing = self.followed.missing_before(offset, record)
                 if missing is None:
                     raise
-                yield Step(offset, record, {}, missing)
+                yield Step(offset, record, {}, missing, {})
                 return
+            begins = {topic: self.order.offset(topic) - len(taken) for topic, taken in events.items()}
             try:
                 divergence = self.followed.apply(offset, record, events)
             except PolicyMissing as missing:
@@ -199,7 +203,7 @@ class Walk:
                 self.position, self.at_us = offset + 1, stored.at_us
                 if isinstance(record, OwnerClaimed):
                     self.validity.seq = self.followed.next_seq
-            yield Step(offset, record, events, divergence)
+            yield Step(offset, record, events, divergence, begins)
             if divergence is not None:
                 return
         if self.position < self.end:
@@ -253,6 +257,14 @@ async def before(log: Log, partition: int, offset: int, custom: CustomPolicies =
         text = f"journal offset {offset} is before the oldest state that can be restored; give {start.offset} or higher"
         raise LogError(text)
     return start
+
+
+async def continue_after(
+    log: Log, partition: int, ended: HistoryAbandoned, custom: CustomPolicies = ONLY_BUILT_IN
+) -> Start:
+    """Return the state from which an owner continued after an abandoned history. Raises LogError if it is lost."""
+    world = await load_continued(log, partition, ended.claim, custom)
+    return Start(world, ended.offset, begins_span=True)
 
 
 async def _continued(log: Log, partition: int, taken: SnapshotRecord | None, end: int) -> ValidClaim | None:

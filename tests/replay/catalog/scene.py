@@ -13,14 +13,13 @@ from forebay.core.step import CLOCK, AnyDecision, InputEvent
 from forebay.core.world import World
 from forebay.events.decisions import JournalRecord
 from forebay.events.topics import DECISIONS, INPUTS
-from forebay.replay.catalog import checkpoints, gaps
+from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog.contents import ContentsObserver
 from forebay.replay.catalog.follow import Follower
 from forebay.replay.catalog.mentions import MentionTable
 from forebay.replay.catalog.observer import CatalogObserver
 from forebay.replay.catalog.store import SIZE_MAX, Store
 from forebay.replay.read_only import ReadOnlyLog
-from forebay.replay.recorded import RecordedStep
 from forebay.replay.walk import Step, Walk, oldest
 from forebay.runtime.system import SystemRuntime
 from forebay.transport.base import Log, LogError, Record
@@ -98,9 +97,6 @@ class Noted(CatalogObserver):
     def on_record(self, offset: int, record: JournalRecord, world: World) -> None:
         self.rows.append(("record", offset))
 
-    def on_recorded(self, step: RecordedStep) -> None:
-        self.rows.append(("recorded", step.offset))
-
     def clear_unrecorded(self) -> None:
         self.unrecorded.clear()
 
@@ -142,7 +138,7 @@ def running(*names: str) -> Recorder:
 
 
 async def open_store(path: Path, log: Log, partition: int = 0) -> Store:
-    schemas = (checkpoints.SCHEMA, gaps.SCHEMA, MentionTable.schema, Noted.schema)
+    schemas = (checkpoints.SCHEMA, MentionTable.schema, Noted.schema)
     _opened.append(await Store.open(path, log, partition, schemas))
     return _opened[-1]
 

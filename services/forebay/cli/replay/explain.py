@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forebay.cli.common.errors import OTHER_RULES, explained, fail
+from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.tables import span
 from forebay.cli.common.terminal import own_stdout, printable, results, shown_reading
@@ -18,7 +18,6 @@ from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.replay.command import ExplainCommand
 from forebay.core.routing.policies import CustomPolicies
 from forebay.core.ttft_parts import Part
-from forebay.core.world import CORE_VERSION
 from forebay.events.control import RouterConfig
 from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import (
@@ -31,7 +30,8 @@ from forebay.replay.explain.explanation import (
     TokenSource,
 )
 from forebay.replay.explain.find import OnProgress, UnknownRequest
-from forebay.transport.history.release import rules_text
+from forebay.transport.base import NotDerivable
+from forebay.transport.history.reader import OtherRules
 from forebay.transport.recording.manifest import utc
 
 CANDIDATES_SHOWN = 10  # number of the cheapest candidates shown; --all shows all
@@ -74,15 +74,16 @@ def run_explain(options: ExplainCommand) -> None:
     if explanation.divergence is not None:
         raise click.exceptions.Exit(DIVERGED)
     tell_unverified(explanation.unverified)
-    if explanation.recorded and explanation.derived_to == explanation.derived_from:
-        raise click.exceptions.Exit(OTHER_RULES)
 
 
 async def _explain(
     recording: Recording, request_id: str, on_progress: OnProgress, custom: CustomPolicies
 ) -> Explanation:
     async with recording.opened(custom) as (log, partition):
-        return await explain(log, partition, request_id, progress=on_progress, custom=custom)
+        try:
+            return await explain(log, partition, request_id, progress=on_progress, custom=custom)
+        except OtherRules as other:
+            raise NotDerivable(str(other)) from other
 
 
 def show(console: Console, explanation: Explanation, *, everything: bool) -> None:
@@ -175,27 +176,9 @@ def _foot(explanation: Explanation) -> Iterator[str]:
         yield "of this: " + ", ".join(f"{PARTS[part]} {span(us)}" for part, us in parts.items())
     if first is not None and first.loads_us:
         yield "prompt tokens: " + ", ".join(f"{tokens:,} {SOURCES[source]}" for source, tokens in first.sources.items())
-    offsets = " and ".join(f"{first} to {end - 1}" for first, end in _derived(explanation))
-    if offsets:
+    if explanation.derived_from < explanation.derived_to:
+        offsets = f"{explanation.derived_from} to {explanation.derived_to - 1}"
         yield f"verified: journal offsets {offsets} derived again, every record equal"
-    for part in explanation.recorded:
-        remedy = f"forebay {part.release}" if part.release else "that version"
-        yield (
-            f"as recorded: journal offsets {part.first} to {part.end - 1} were decided by"
-            f" {rules_text(part.rules, part.release)}, this program has version {CORE_VERSION}; use {remedy} for the"
-            " reasons"
-        )
-
-
-def _derived(explanation: Explanation) -> Iterator[tuple[int, int]]:
-    """Yield the first offset of each derived part of the journal, and the offset after it."""
-    begin = explanation.derived_from
-    for part in explanation.recorded:
-        if begin < part.first:
-            yield begin, part.first
-        begin = max(begin, part.end)
-    if begin < explanation.derived_to:
-        yield begin, explanation.derived_to
 
 
 def _show_moment(console: Console, explanation: Explanation, moment: TimelineEntry) -> None:

@@ -128,21 +128,21 @@ async def _learn(
         anonymizer.learn_worker(worker.spec)
     for pool in walk.world.pools.values():
         anonymizer.learn_pool(pool)
-    async for offset, record, events, divergence in walk:
-        if divergence is not None:
+    async for step in walk:
+        if step.divergence is not None:
             raise NotAnonymizable(
-                f"the decision at journal offset {offset} does not follow from the events: {divergence.reason}; "
-                "record without --anonymize, and see `forebay verify`"
+                f"the decision at journal offset {step.offset} does not follow from the events: "
+                f"{step.divergence.reason}; record without --anonymize, and see `forebay verify`"
             )
-        if isinstance(record, RequestAborted) and record.reason in DEADLINES:
-            overdue.add(record.request_id)
-        for event in chain.from_iterable(events.values()):
+        if isinstance(step.record, RequestAborted) and step.record.reason in DEADLINES:
+            overdue.add(step.record.request_id)
+        for event in chain.from_iterable(step.events.values()):
             if isinstance(event, WorkerJoined):
                 anonymizer.learn_worker(event.spec)
             elif isinstance(event, PoolConfigured):
                 anonymizer.learn_pool(event)
-        if progress is not None and offset % PROGRESS_EVERY == 0:
-            progress(offset, walk.end)
+        if progress is not None and step.offset % PROGRESS_EVERY == 0:
+            progress(step.offset, walk.end)
     async for _, event in events_of(log, REQUESTS, partition):
         if isinstance(event, RequestSubmitted):
             anonymizer.learn_request(event)

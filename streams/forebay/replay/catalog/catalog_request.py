@@ -164,14 +164,6 @@ class CatalogRequest:
     def follow(self, request: ActiveRequest) -> None:
         self.phase, self.stage, self.worker_epoch = request.phase, request.stage, request.worker_epoch
 
-    def follow_recorded(self, record: RequestRouted) -> None:
-        """Take phase, stage and worker epoch from its newest routing decision and its row."""
-        self.stage, self.worker_epoch = record.stage, record.worker_epoch
-        if self.steps and self.steps[-1].journal_offset is not None and self.state != "queued":
-            self.phase = _PHASES[record.stage]  # nothing has happened since the decision
-        elif self.state == "decode":
-            self.phase = Phase.DECODE
-
     def copy(self) -> "CatalogRequest":
         return replace(self, steps=list(self.steps))
 

@@ -39,6 +39,7 @@ CREATE TABLE checkpoints (
 CREATE INDEX checkpoints_by_time ON checkpoints (now_us);
 CREATE TABLE checkpoint_parts (offset INTEGER NOT NULL, number INTEGER NOT NULL, checksum INTEGER, value BLOB NOT NULL);
 CREATE UNIQUE INDEX checkpoint_parts_by_offset ON checkpoint_parts (offset, number);
+CREATE TABLE spans (first INTEGER PRIMARY KEY);
 CREATE TABLE losses (id INTEGER PRIMARY KEY, journal_offset INTEGER NOT NULL, fact BLOB NOT NULL);
 """
 
@@ -181,6 +182,20 @@ def by_time(connection: sqlite3.Connection, time_us: int) -> StateTime | None:
         WHERE now_us BETWEEN 1 AND ? ORDER BY now_us DESC, offset DESC LIMIT 1"""
     row = connection.execute(query, (time_us,)).fetchone()
     return None if row is None else StateTime(*row)
+
+
+def begin_span(connection: sqlite3.Connection, offset: int) -> None:
+    """Note that an owner continued from a snapshot, with its claim at `offset`.
+
+    No derivation may begin at a checkpoint before this offset and continue after it.
+    """
+    connection.execute("INSERT OR IGNORE INTO spans VALUES (?)", (offset,))
+
+
+def span_of(connection: sqlite3.Connection, offset: int) -> int:
+    """Return where the span of the journal record at `offset` begins; 0 if no owner continued from a snapshot."""
+    (first,) = connection.execute("SELECT coalesce(max(first), 0) FROM spans WHERE first <= ?", (offset,)).fetchone()
+    return int(first)
 
 
 def add_loss(connection: sqlite3.Connection, journal_offset: int, loss: LossFacts) -> None:

@@ -34,13 +34,12 @@ from forebay.events.progress import (
 )
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, PROGRESS, REQUESTS
-from forebay.replay.catalog import checkpoints, gaps, markers, series
+from forebay.replay.catalog import checkpoints, markers, series
 from forebay.replay.catalog.catalog_request import COLUMNS, CatalogRequest, Row
 from forebay.replay.catalog.markers import MarkerRecorder, SettingsEvent
 from forebay.replay.catalog.mentions import MentionTable
 from forebay.replay.catalog.observer import CatalogObserver
 from forebay.replay.catalog.series import MetricRecorder
-from forebay.replay.recorded import RecordedStep
 
 UNRECORDED_MAX = 10_000  # requests shown with events after the journal; submissions pile up while there is no owner
 _FIELDS = f"number INTEGER PRIMARY KEY, {', '.join(name for name in COLUMNS if name != 'number')}"
@@ -69,6 +68,7 @@ class ContentsObserver(CatalogObserver):
         self._now_us = 0
         self._active: dict[str, CatalogRequest] = {}
         self._changed: dict[int, CatalogRequest] = {}
+        self._forgotten: list[int] = []
         self._submitted: CatalogRequest | None = None  # its first decision is the next record
         self._unrecorded: dict[str, CatalogRequest] = {}
         self._is_unrecorded_changed = True
@@ -99,6 +99,8 @@ class ContentsObserver(CatalogObserver):
 
     def resume(self, world: World) -> None:
         self._now_us = max(self._now_us, world.now_us)
+        for name in [name for name in self._active if world.requests.get(name) is None]:
+            self._forgotten.append(self._active.pop(name).number)  # its end is unknown
         self._follow_active(world)
         self._markers.resume(world)
 
@@ -133,38 +135,6 @@ class ContentsObserver(CatalogObserver):
             case OwnerClaimed():
                 self._markers.add_claim(offset, record, now_us, world)
 
-    def on_recorded(self, step: RecordedStep) -> None:
-        """Observe a journal record of an owner with other rules: requests and takeovers, but no fleet or settings."""
-        self.clear_unrecorded()
-        if step.consumed and self._markers.has_claim:
-            self._markers.settle_claim(step.consumed[0].now_us)
-        for run, events in step.runs():
-            self._now_us = run.now_us
-            for offset, event in events:
-                self._apply_recorded(event, offset)
-        match step.record:
-            case RequestRouted() | RequestHeld() | RequestRejected() | RequestAborted():
-                if self._submitted is not None and self._submitted.request_id == step.record.request_id:
-                    self._metrics.count_submission(self._now_us)
-                self._decide(step.offset, step.record, self._now_us, None)
-            case OwnerClaimed():
-                self._markers.add_claim(step.offset, step.record, self._now_us, None)
-
-    def on_reread(self, step: RecordedStep) -> None:
-        if isinstance(step.record, RequestRouted):
-            request = self._active.get(step.record.request_id)
-            if request is not None:
-                request.follow_recorded(step.record)
-
-    def _apply_recorded(self, event: InputEvent | None, offset: int) -> None:
-        match event:
-            case RequestSubmitted():
-                self._submitted = CatalogRequest.of_submission(offset, event, self._now_us)
-            case ProgressEvent():
-                self._report(event, self._now_us, offset)
-            case WorkerLost():
-                self._lose(event, self._now_us)
-
     def clear_unrecorded(self) -> None:
         if self._unrecorded:
             self._unrecorded.clear()
@@ -188,6 +158,8 @@ class ContentsObserver(CatalogObserver):
     def write(self, connection: sqlite3.Connection) -> None:
         _insert(connection, "requests", (one.row() for one in self._changed.values()))
         self._changed.clear()
+        connection.executemany("DELETE FROM requests WHERE number = ?", [(number,) for number in self._forgotten])
+        self._forgotten.clear()
         if self._is_unrecorded_changed:
             connection.execute("DELETE FROM unrecorded_requests")
             _insert(connection, "unrecorded_requests", (one.row() for one in self._unrecorded.values()))
@@ -212,7 +184,7 @@ class ContentsObserver(CatalogObserver):
         offset: int,
         record: RequestRouted | RequestHeld | RequestRejected | RequestAborted,
         now_us: int,
-        world: World | None,
+        world: World,
     ) -> None:
         submitted, self._submitted = self._submitted, None
         if submitted is not None and submitted.request_id == record.request_id:
@@ -226,7 +198,8 @@ class ContentsObserver(CatalogObserver):
         self._changed[request.number] = request
         match record:
             case RequestRouted():
-                request.route(record, offset, now_us, _pool_of(request, record, world))
+                active = world.requests.get(record.request_id)
+                request.route(record, offset, now_us, record.pool if active is None else active.submitted.pool)
             case RequestHeld():
                 request.hold(record, offset, now_us)
             case RequestRejected() | RequestAborted():
@@ -297,15 +270,6 @@ class ContentsObserver(CatalogObserver):
         return copied
 
 
-def _pool_of(request: CatalogRequest, record: RequestRouted, world: World | None) -> str:
-    """Return the pool that generates the response, as far as known."""
-    active = None if world is None else world.requests.get(record.request_id)
-    if active is not None:
-        return active.submitted.pool
-    is_early = world is None and record.stage in ("encode", "prefill")
-    return request.pool if is_early and request.pool else record.pool
-
-
 def _apply(request: CatalogRequest, event: RequestProgress, now_us: int) -> bool:
     """Apply an accepted progress event. Return whether it is the first token of the response."""
     match event:
@@ -324,7 +288,7 @@ def _insert(connection: sqlite3.Connection, table: str, rows: Iterable[Row]) -> 
     connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({_MARKS})", rows)
 
 
-SCHEMAS = (checkpoints.SCHEMA, gaps.SCHEMA, ContentsObserver.schema, MentionTable.schema)  # all tables of a catalog
+SCHEMAS = (checkpoints.SCHEMA, ContentsObserver.schema, MentionTable.schema)  # all tables of a catalog
 
 
 def new_observers() -> Sequence[CatalogObserver]:

@@ -8,8 +8,8 @@ If a record cannot be derived, the follower stops before this record. Observers 
 then, so the follower opens the committed catalog again and follows it up to the last good record. If the log cannot be
 read, for example because a broker is away, the follower keeps its state and tries again later.
 
-Records of owners with other decision rules are reported to the observers as recorded, because they cannot be derived.
-At a claim with this program's rules the follower continues from the snapshot that the claim names.
+Records of owners with other decision rules cannot be derived. The follower continues at the next claim with this
+program's rules, from the snapshot that the claim names.
 """
 
 import asyncio
@@ -24,19 +24,16 @@ from forebay.core.step import AnyDecision, InputEvent
 from forebay.events.fleet import WorkerLost
 from forebay.events.topics import DECISIONS, FLEET
 from forebay.replay.at import JournalDiverged, read_losses
-from forebay.replay.catalog import checkpoints, gaps
+from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog.facts import CatalogState
-from forebay.replay.catalog.gaps import JournalGap
 from forebay.replay.catalog.observer import CatalogObserver
 from forebay.replay.catalog.seek import CatalogStates
 from forebay.replay.catalog.store import SIZE_MAX, CommittedPosition, Store, checksum_at, is_damage, unwritable
 from forebay.replay.moment import LossFacts, loss_of
-from forebay.replay.recorded import RecordedSteps
-from forebay.replay.spans import oldest_of_any_rules
-from forebay.replay.walk import Start, Step, Walk
-from forebay.transport.base import Log, LogError, NotDerivable, PolicyNotAllowed
-from forebay.transport.history.reader import PAGE_RECORDS, OtherRules, SpanEnds, UnreadableDecision
-from forebay.transport.history.snapshots import load_continued
+from forebay.replay.spans import next_own_span, oldest_of_any_rules
+from forebay.replay.walk import Start, Step, Walk, continue_after
+from forebay.transport.base import Log, LogError, PolicyNotAllowed
+from forebay.transport.history.reader import PAGE_RECORDS, HistoryAbandoned, OtherRules, UnreadableDecision
 from forebay.transport.history.start import begins_of
 
 logger = logging.getLogger(__name__)
@@ -59,7 +56,7 @@ class Follower:
         error: why the follower cannot follow the log; empty while it can.
         failed: whether `error` is final, so that another try is useless.
         on_pause: called between two records every `PAUSE_S` while following; None for no call.
-        gap: the part of the journal by owners with other rules in which the follower is; None while it derives.
+        is_blocked: whether the owner has other decision rules, so that `error` names its version.
     """
 
     def __init__(
@@ -79,8 +76,7 @@ class Follower:
         self.error = ""
         self.failed = False
         self.on_pause: Callable[[], Awaitable[object]] | None = None
-        self.gap: JournalGap | None = None
-        self._steps: RecordedSteps | None = None  # of the gap
+        self.is_blocked = False
         self._log = log
         self._partition = partition
         self._new_observers = new_observers
@@ -93,6 +89,7 @@ class Follower:
         self._behind_s = 0.0
         self._is_complete = False
         self._losses: list[tuple[int, LossFacts]] = []
+        self._spans: list[int] = []  # journal offsets at which an owner continued from a snapshot
         self._pending_offset = 0
         self._derived = checkpoints.DeriveTime()
         self._observers_s = 0.0
@@ -104,8 +101,6 @@ class Follower:
     @property
     def position(self) -> int:
         """Journal offset of the next record; 0 before the start."""
-        if self._steps is not None:
-            return self._steps.position
         return 0 if self.walk is None else self.walk.position
 
     @property
@@ -118,7 +113,7 @@ class Follower:
         walk = self.walk
         return CatalogState(
             begin_us=self._begin_us,
-            end_us=max(0 if walk is None else walk.world.now_us, 0 if self.gap is None else self.gap.to_us),
+            end_us=0 if walk is None else walk.world.now_us,
             begin_offset=self._begin_offset,
             end_offset=self._begin_offset if walk is None else self.position,
             log_end_offset=self._log_end,
@@ -147,15 +142,10 @@ class Follower:
         logger.warning("%s: the catalog is damaged (%s); it is deleted and built anew", self.store.path, error)
         self.store.rebuild(self._partition)
         self.walk, self.observers, self._is_complete = None, (), False
-        self.gap = self._steps = None
 
     async def _catch_up_or_stop(self) -> None:
         try:
             await self._catch_up()
-            if self.gap is None:
-                self.error = ""
-            else:
-                self.note_error(NotDerivable(self.gap.text))
         except (JournalDiverged, PolicyNotAllowed) as error:
             self.note_error(error)
             self.failed = True
@@ -181,10 +171,11 @@ class Follower:
                 checkpoints.add_loss(connection, offset, loss)
             if checkpoint is not None:
                 checkpoints.write(connection, checkpoint)
-            if self.gap is not None:
-                gaps.write(connection, self.gap)
+            for first in self._spans:
+                checkpoints.begin_span(connection, first)
             self.store.commit_position(committed)
         self._losses.clear()
+        self._spans.clear()
         self._uncommitted = 0
         self._committed_s = runtime.monotonic_s()
 
@@ -193,58 +184,42 @@ class Follower:
         await self._follow_begin()
         walk.end = self._log_end = await self._log.end(DECISIONS.name, self._partition)
         self._report()
-        while not await self._follow_span(walk):
-            assert self._steps is not None, "the span has ended"
-            if await self._read_recorded(self._steps):
-                walk = await self._end_gap(self._steps)
-            else:
-                break
+        blocked = await self._follow_spans(walk)
+        self.is_blocked = blocked is not None
+        if blocked is None:
+            self.error = ""
+        else:
+            self.note_error(blocked)
         self._is_complete = True
         self._behind_s = 0.0
         if self._uncommitted:
             await self.commit()
         self._report()
 
-    async def _follow_span(self, walk: Walk) -> bool:
-        """Derive the records up to `walk.end`. Return whether the span of its owner reaches that offset."""
-        if self._steps is None:
+    async def _follow_spans(self, walk: Walk) -> OtherRules | None:
+        """Derive the records up to `walk.end`. Return why this ended earlier, if no owner with own rules follows."""
+        while True:
             try:
                 await self._derive(walk)
-            except SpanEnds:
-                await self._begin_gap(walk)
-        return self._steps is None
+            except HistoryAbandoned as ended:
+                start = await continue_after(self._log, self._partition, ended, self._custom)
+            except OtherRules as other:
+                found = await next_own_span(self._log, self._partition, walk, self._custom)
+                if found is None:
+                    return other
+                start = found
+            else:
+                return None
+            walk = await self._continue(start)
 
-    async def _begin_gap(self, walk: Walk) -> None:
-        steps = RecordedSteps.after(self._log, self._partition, walk)
-        self._steps = steps
-        self.gap = JournalGap.after(walk, steps)
-        await self.commit()
-
-    async def _read_recorded(self, steps: RecordedSteps) -> bool:
-        """Report the records of owners with other rules. Return whether a claim with this program's rules follows."""
-        async for step in steps.read(self._log_end):
-            assert self.gap is not None, "the gap has begun"
-            for observer in self.observers:
-                observer.on_recorded(step)
-            self.gap = self.gap.extended(steps, step)
-            self._uncommitted += 1
-            if self._uncommitted >= COMMIT_RECORDS or runtime.monotonic_s() - self._committed_s >= COMMIT_S:
-                await self.commit()
-            await self._breathe()
-        return steps.claim is not None
-
-    async def _end_gap(self, steps: RecordedSteps) -> Walk:
-        """Continue at a claim with this program's rules, from the snapshot that it names."""
-        assert steps.claim is not None, "a claim ends the gap"
-        assert self.gap is not None, "the gap has begun"
-        world = await load_continued(self._log, self._partition, steps.claim, self._custom)
-        walk = Walk(self._log, self._partition, Start(world, steps.position, begins_span=True), self._log_end)
+    async def _continue(self, start: Start) -> Walk:
+        """Continue with the records of an owner that continued from a snapshot."""
+        walk = Walk(self._log, self._partition, start, self._log_end)
         for observer in self.observers:
-            observer.resume(world)
-        self.gap = self.gap._replace(end=steps.position, is_open=False)
+            observer.resume(start.world)
+        self._spans.append(start.offset)
         self._attach(walk)
         await self._take_checkpoint(walk)
-        self._steps = self.gap = None
         return walk
 
     def _attach(self, walk: Walk) -> None:
@@ -337,46 +312,27 @@ class Follower:
         return await self._resume(start, start.offset if committed is None else committed.position)
 
     async def _committed_start(self, position: int) -> Start:
-        """Return a state from which the records up to `position` follow; from before a gap if `position` is in it."""
+        """Return a state from which the records up to `position` follow."""
         states = CatalogStates(self.store, self._log, self._partition, self._custom)
-        gap = gaps.at_offset(self.store.connection, position - 1)
-        if gap is not None and gap.is_open:
-            return await states.before(gap.first)
         try:
             return await states.before(position)
-        except OtherRules:  # the last committed record is the claim with which a gap begins
+        except OtherRules:  # the last committed record is the claim of an owner with other rules
             return await states.before(position - 1)
 
     async def _resume(self, start: Start, position: int) -> Walk:
         """Derive the records up to `position` without observers, and open the observers there."""
         walk = Walk(self._log, self._partition, start, position)
-        try:
-            async for step in walk:
-                if step.divergence is not None:
-                    raise JournalDiverged(step.divergence)
-                await self._breathe()
-        except SpanEnds:
-            self._steps = RecordedSteps.after(self._log, self._partition, walk)
+        async for step in walk:
+            if step.divergence is not None:
+                raise JournalDiverged(step.divergence)
+            await self._breathe()
         observers = self._new_observers()
         for observer in observers:
             observer.open(self.store.connection, walk.world)
-        if self._steps is not None:
-            await self._resume_gap(self._steps, walk, position, observers)
         self._attach(walk)
         self.observers = observers
         self._derived.reset()
         return walk
-
-    async def _resume_gap(
-        self, steps: RecordedSteps, walk: Walk, position: int, observers: Sequence[CatalogObserver]
-    ) -> None:
-        """Read the records of a gap up to `position` again, whose rows are already in the catalog."""
-        self.gap = JournalGap.after(walk, steps)
-        async for step in steps.read(position):
-            for observer in observers:
-                observer.on_reread(step)
-            self.gap = self.gap.extended(steps, step)
-            await self._breathe()
 
     def _on_applied(self, topic: str, event: InputEvent | None, now_us: int, decisions: Sequence[AnyDecision]) -> None:
         assert self.walk is not None, "observers are called after the start"
@@ -404,7 +360,7 @@ class Follower:
     async def _read_rest(self) -> None:
         """Follow the readable records of a page with a damaged record, and commit."""
         walk = self.walk
-        if walk is None or self._steps is not None:
+        if walk is None:
             return
         try:
             readable = await _readable_end(self._log, self._partition, walk.position)
@@ -425,7 +381,6 @@ class Follower:
             return
         end = self.walk.position
         self._losses.clear()
-        self.gap = self._steps = None
         try:
             walk = self.walk = await self._start()
             walk.end = end

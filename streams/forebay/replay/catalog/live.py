@@ -120,9 +120,9 @@ class LivePublisher:
                 self._derived = await self._build_status(walk.world)
                 self._key = key
         if self._derived is not None:
-            derived, gap = self._derived, self._follower.gap
-            if gap is not None:
-                derived = msgspec.structs.replace(derived, problems=[gap.text, *derived.problems])
+            derived = self._derived
+            if self._follower.is_blocked:
+                derived = msgspec.structs.replace(derived, problems=[self._follower.error, *derived.problems])
             status = msgspec.json.encode(self.complete(derived))
             moved = moved or status != self._status
             self._status = status

@@ -250,8 +250,8 @@ class MarkerRecorder:
         self._settings = EffectiveSettings(world)
         self._phases = {one.spec.worker_id: (one.worker_epoch, one.phase) for one in world.fleet.workers()}
 
-    def add_claim(self, offset: int, record: OwnerClaimed, now_us: int, world: World | None) -> None:
-        """Add the claim of a new owner. `world` is None if the owner has other rules, so that no world is known.
+    def add_claim(self, offset: int, record: OwnerClaimed, now_us: int, world: World) -> None:
+        """Add the claim of a new owner.
 
         Its marker has the clock of the previous owner until `settle_claim`, because a claim has no clock reading.
         """
@@ -268,8 +268,6 @@ class MarkerRecorder:
         at_us = now_us or record.at_us
         self._claim = ("takeover", at_us, DECISIONS.name, offset, 1, text, json.dumps([record.owner_id, False]))
         self._rows.append(self._claim)
-        if world is None:
-            return
         before, self._settings = self._settings, EffectiveSettings(world)
         if text := modes_text(before, self._settings):
             self._rows.append(("configuration", at_us, DECISIONS.name, offset, 1, text, ""))

@@ -18,11 +18,9 @@ from forebay.events.base import array_u64, pack_u64
 from forebay.events.decisions import JournalRecord
 from forebay.events.request_ids import aliases_of
 from forebay.events.requests import RequestSubmitted, RouteQueried
-from forebay.events.topics import REQUESTS
 from forebay.replay.catalog.observer import CatalogObserver
 from forebay.replay.catalog.store import Store
 from forebay.replay.explain.find import Mentions, RequestRecord
-from forebay.replay.recorded import RecordedStep
 
 ROW_MENTIONS = 4_096
 FOUND_MAX = 10_000  # newest mentions of one ID
@@ -63,13 +61,6 @@ class MentionTable(CatalogObserver):
         self._submitted.clear()
         if isinstance(record, RequestRecord):
             self._add(record.request_id, offset, is_submission=False)
-
-    def on_recorded(self, step: RecordedStep) -> None:
-        for event in step.events.get(REQUESTS.name, ()):
-            if isinstance(event, RequestSubmitted | RouteQueried):
-                self._add(event.request_id, step.offset, is_submission=True)
-        if isinstance(step.record, RequestRecord):
-            self._add(step.record.request_id, step.offset, is_submission=False)
 
     def write(self, connection: sqlite3.Connection) -> None:
         if not self._is_changed:

@@ -16,7 +16,6 @@ from typing import ClassVar
 from forebay.core.step import AnyDecision, InputEvent
 from forebay.core.world import World
 from forebay.events.decisions import JournalRecord
-from forebay.replay.recorded import RecordedStep
 
 
 class CatalogObserver:
@@ -44,14 +43,8 @@ class CatalogObserver:
     def on_record(self, offset: int, record: JournalRecord, world: World) -> None:
         """Observe a journal record that was derived again, or a claim, after the events that the record consumes."""
 
-    def on_recorded(self, step: RecordedStep) -> None:
-        """Observe a journal record of an owner with other decision rules, whose world only these rules can derive."""
-
-    def on_reread(self, step: RecordedStep) -> None:
-        """Observe a record again whose rows are in the catalog: after a restart, for what the rows do not have."""
-
     def resume(self, world: World) -> None:
-        """Continue with derived records after recorded ones, in this world."""
+        """Continue in this world, from which an owner continued after records that do not lead to it."""
 
     def clear_unrecorded(self) -> None:
         """Forget all events of `on_unrecorded`. The pass calls this before it reports the events of a new tail."""

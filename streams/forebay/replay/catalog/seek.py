@@ -2,14 +2,13 @@
 
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.replay.at import Position, seek_record, seek_time
-from forebay.replay.catalog import checkpoints, gaps
+from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog.mentions import find_mentions
 from forebay.replay.catalog.store import Store
 from forebay.replay.explain.explain import Known, explain
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.walk import Start, StateTime, before
 from forebay.transport.base import Log
-from forebay.transport.history.reader import OtherRules
 from forebay.transport.history.start import begins_of
 
 
@@ -27,12 +26,9 @@ class CatalogStates:
 
         If the catalog has none whose later events the log still holds, return a snapshot of the log.
         """
-        gap = gaps.at_offset(self._connection, offset)
-        if gap is not None and offset != gap.first:
-            raise OtherRules(offset, gap.rules, gap.release)
-        begins, gap_end = await begins_of(self._log, self._partition), gaps.last_end(self._connection, offset)
+        begins, first = await begins_of(self._log, self._partition), checkpoints.span_of(self._connection, offset)
         for known in checkpoints.newest_before(self._connection, offset):
-            if not known.is_usable(begins) or known.offset < gap_end:
+            if not known.is_usable(begins) or known.offset < first:
                 break
             start = checkpoints.load(self._connection, known.offset, self._custom)
             if start is not None:
@@ -60,8 +56,6 @@ async def catalog_position(
     moment, and NoSuchRecord if the log begins after `time_us` or ends before it, or has no journal record at `offset`.
     """
     states = CatalogStates(store, log, partition, custom)
-    if time_us is not None and (gap := gaps.at_time(store.connection, time_us)) is not None:
-        raise gap.error(gap.first + 1)
     if time_us is not None:
         return await seek_time(log, partition, time_us, custom, states)
     return await seek_record(log, partition, offset, custom, states)

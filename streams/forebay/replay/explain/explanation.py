@@ -13,7 +13,6 @@ from forebay.core.ttft_parts import Part
 from forebay.events.decisions import PrefillPlace
 from forebay.events.kv import LowerTier
 from forebay.events.requests import RequestSubmitted, RouteQueried
-from forebay.replay.spans import OtherSpan
 from forebay.replay.verify.divergence import DivergenceReport
 
 TokenSource = Literal["device", "host", "disk", "store", "transferred", "computed"]
@@ -269,8 +268,6 @@ class Explanation(ExplanationPart, frozen=True, kw_only=True):
         others: IDs on the log of other requests with the ID that was looked up: requests for which a client chose it,
             or parts of a request. Newest first, at most 100. None if they were not searched for.
         unverified: records that the derivation skipped, counted by a name of `forebay.replay.verify.verify.UNVERIFIED`.
-        recorded: parts of the journal by owners with other decision rules, between `derived_from` and `derived_to` or
-            before. The timeline has their decisions as recorded, without reasons, and `routings` lacks them.
     """
 
     request_id: str
@@ -288,4 +285,3 @@ class Explanation(ExplanationPart, frozen=True, kw_only=True):
     others: tuple[str, ...] | None = None
     unverified: dict[str, int] = {}
     divergence: DivergenceReport | None = None
-    recorded: tuple[OtherSpan, ...] = ()

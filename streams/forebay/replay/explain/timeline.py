@@ -65,13 +65,12 @@ from forebay.replay.explain.wording import (
     first_token_text,
     held_text,
     progress_text,
-    recorded_text,
     released_text,
     routed_text,
     takeover_text,
     worker_text,
 )
-from forebay.replay.recorded import RecordedStep
+from forebay.replay.walk import Step
 
 STATE_AT: dict[str, State] = {"encode": "encode", "prefill": "remote_prefill", "decode": "transfer"}
 ON_WORKER = (*STATE_AT.values(), "prefill", "decode")
@@ -101,7 +100,6 @@ class Timeline:
         self._world = world
         self._now_us = world.now_us
         self._owner_epoch = world.fleet.owner_epoch
-        self._decided_by = ""  # names the rules of the owner of a recorded step
         self._plans: deque[Routing] = deque()
         self._submission_event: tuple[SubmissionEvent, int] | None = None
         self._clear(None, world.now_us)
@@ -125,9 +123,8 @@ class Timeline:
                 routing = msgspec.structs.replace(routing, changes=changes, notes=notes)
             self._plans.append(routing)
 
-    def apply(self, step: RecordedStep, decided_by: str = "") -> None:
-        """Apply one step: first its events, then its decision. `decided_by` names rules other than this program's."""
-        self._decided_by = decided_by
+    def apply(self, step: Step) -> None:
+        """Apply one step: first its events, then its decision."""
         for run, events in step.runs():
             self._flush()
             self._now_us = run.now_us
@@ -143,7 +140,7 @@ class Timeline:
         self._flush()
 
     def continue_in(self, world: World) -> None:
-        """Continue with derived steps in the world of a walk. The caller registers `on_plan`."""
+        """Continue in the world of another walk. The caller registers `on_plan`."""
         self._world = world
 
     def observe(self, topic: str, offset: int, event: TimelineEvent, now_us: int | None) -> None:
@@ -242,21 +239,18 @@ class Timeline:
         match record:
             case RequestHeld():
                 self._state = "queued"
-                why = f", decided by {self._decided_by}" if self._decided_by else f": {why_held(self._world, record)}"
-                self._add("held", held_text(record) + why, place)
+                self._add("held", f"{held_text(record)}: {why_held(self._world, record)}", place)
             case RequestRouted():
                 self._route(record, place)
-            case RequestRejected():
-                self._end("rejected", record.reason, record.message, place.now_us, left_out=self._left_out(record))
-                self._add("rejected", end_text(record), place)
+            case RequestRejected() | RouteAnswered() if record.reason is not None:
+                left_out = excluded_ranks(self._world, self._event, record)
+                self._end("rejected", record.reason, record.message, place.now_us, left_out=left_out)
+                self._add("rejected" if isinstance(record, RequestRejected) else "answered", end_text(record), place)
             case RequestAborted():
                 self._end("aborted", record.reason, record.message, place.now_us)
                 self._add("aborted", end_text(record), place)
             case KvReleased():
                 self._add("kv_released", released_text(record), place)
-            case RouteAnswered() if record.reason is not None:
-                self._end("rejected", record.reason, record.message, place.now_us, left_out=self._left_out(record))
-                self._add("answered", end_text(record), place)
             case RouteAnswered():
                 text = self._selection_text(record, place, attempt=0, would_wait=record.would_wait)
                 self._end("answered", "", "", place.now_us)
@@ -283,21 +277,15 @@ class Timeline:
         if record.stage != "decode":
             self._kept_by = None
         self._on = record.attempt, record.worker_id, record.worker_epoch
-        now_us = place.now_us if self._decided_by else self._routings[-1].now_us
-        self._add("routed", text, place._replace(now_us=now_us))
+        self._add("routed", text, place._replace(now_us=self._routings[-1].now_us))
 
     def _selection_text(self, record: RequestRouted | RouteAnswered, place: _Place, **fields: Any) -> str:
         """Return a sentence about a selection, and keep the derived routing decision that belongs to the record."""
-        if self._decided_by:
-            return recorded_text(record, self._decided_by)
         routing = self._plans.popleft()
         assert routing.table_digest == record.table_digest, "the walk compares the digests"
         fields |= {"stage": record.stage, "prefill": record.prefill, "after_us": routing.now_us - self._zero_us}
         self._routings.append(msgspec.structs.replace(routing, offset=place.offset, **fields))
         return routed_text(self._routings[-1])
-
-    def _left_out(self, record: RequestRejected | RouteAnswered) -> tuple[ExcludedRank, ...]:
-        return () if self._decided_by else excluded_ranks(self._world, self._event, record)
 
     def _observe_worker(self, event: WorkerFact, place: _Place) -> None:
         worker = event.worker_id, event.worker_epoch

@@ -10,7 +10,6 @@ from forebay.events.decisions import (
     RequestAborted,
     RequestHeld,
     RequestRejected,
-    RequestRouted,
     RouteAnswered,
 )
 from forebay.events.fleet import WorkerDraining, WorkerFact, WorkerRecovered, WorkerSuspect
@@ -119,24 +118,6 @@ def routed_text(routing: Routing) -> str:
     sent = SENT.get(routing.stage, "routed")
     waited = f" after {routing.waited_us / 1e6:.3f} s in the queue" if routing.waited_us else ""
     return f"{again}{sent} to {where}{waited}: {routing.why}{place}"
-
-
-def recorded_text(record: RequestRouted | RouteAnswered, decided_by: str) -> str:
-    match record:
-        case RouteAnswered():
-            assert record.choice is not None, "an answer without a reason selects a rank"
-            would = "would be held, then routed to" if record.would_wait else "would be routed to"
-            text = f"{would} {record.choice.worker_id}/{record.choice.rank}: cost {record.choice.terms.cost:.2f}"
-        case RequestRouted():
-            again = f"attempt {record.attempt}, " if record.attempt > 1 else ""
-            waited = f" after {record.waited_us / 1e6:.3f} s in the queue" if record.waited_us else ""
-            text = f"{again}{SENT.get(record.stage, 'routed')} to {record.worker_id}/{record.rank}{waited}"
-            text += f": cost {record.terms.cost:.2f}"
-            text += f", {record.candidates} candidates" if record.candidates > 1 else ", the only candidate"
-            if record.runner_up is not None:
-                text += f", next {record.runner_up.worker_id}/{record.runner_up.rank}"
-                text += f" with {record.runner_up.terms.cost:.2f}"
-    return f"{text}, decided by {decided_by}"
 
 
 def place_text(place: PrefillPlace) -> str:

@@ -263,22 +263,15 @@ class DivergenceTrail:
         return None
 
     def _events(self, step: Step) -> tuple[list[EventSummary], int]:
-        offsets = self._walk.consumed_from(step.record)
-        taken: dict[str, int] = {}
         last: deque[EventSummary] = deque(maxlen=EVENTS_SHOWN)
         count = 0
-        for run in step.record.consumed:
+        for run, events in step.runs():
             if run.topic == CLOCK:
                 count += 1
                 last.append(EventSummary(topic=CLOCK, offset=None, type=CLOCK, text="time passed", now_us=run.now_us))
-                continue
-            start = taken.get(run.topic, 0)
-            taken[run.topic] = start + run.count
-            events = step.events.get(run.topic, ())[start : start + run.count]
-            count += len(events)
-            first = max(0, len(events) - EVENTS_SHOWN)
-            for at, event in enumerate(events[first:], offsets[run.topic] + start + first):
-                last.append(summarize(run.topic, at, event, run.now_us))
+            for offset, event in events:
+                count += 1
+                last.append(summarize(run.topic, offset, event, run.now_us))
         return list(last), count
 
     def _since(self) -> dict[str, tuple[int, int]]:

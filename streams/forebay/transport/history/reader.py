@@ -45,6 +45,8 @@ class HistoryAbandoned(SpanEnds):
     """An operator let an owner continue from an earlier snapshot, so its records do not follow from those before."""
 
     def __init__(self, claim: OwnerClaimed, offset: int) -> None:
+        self.claim = claim
+        self.offset = offset
         super().__init__(
             f"router {claim.owner_id} continued from the snapshot at journal offset {claim.snapshot}, so the records"
             f" from {offset} on do not follow from those before"
