@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from forebay.cli.simulate.options import FleetOptions, ShapeOptions
 from forebay.cli.simulate.planned import size_changes
-from forebay.cli.simulate.sweep_axes import axes_of, combinations
 from forebay.simulate.workloads.rows import MooncakeRow
 from tests.cli.in_process import error_of, forebay, json_of
 from tests.cli.report_page import Page
@@ -67,14 +65,6 @@ def test_a_fleet_with_several_pools_of_a_model_has_results_by_pool(trace: Path) 
         ["short", str(short)],
         ["long", str(len(lengths) - short)],
     ]
-
-
-def test_the_table_shows_every_policy_with_its_metrics(trace: Path) -> None:
-    run = forebay("simulate", trace, "--policy", "kv", "--duration-s", "1")
-    assert run.returncode == 0
-    assert "kv" in run.stdout
-    assert "digest" in run.stdout
-    assert "14 requests under 1 policy" in run.stderr
 
 
 def test_oversized_requests_are_named_and_exit_1(tmp_path: Path) -> None:
@@ -164,17 +154,6 @@ def test_fault_after_the_end_of_a_run_is_reported(trace: Path) -> None:
     reason = f"because these runs ended earlier: kv after {kv:.1f} s, random after {random:.1f} s"
     assert f"mock-1 did not die at 600000 s, {reason}" in run.stderr
     assert "mock-0" not in run.stderr
-
-
-def test_report_matches_the_json_output(trace: Path) -> None:
-    page = trace.parent / "page.html"
-    run = forebay("simulate", trace, "--json", "--slo", "ttft=80", "--report", page)
-    assert run.returncode == 0
-    assert json.loads(run.stdout)["digest"] in page.read_text()
-    page.write_text("my diary")
-    run = forebay("simulate", trace, "--report", page)
-    assert run.returncode == 2
-    assert page.read_text() == "my diary"
 
 
 def test_invalid_rows_are_errors_or_skipped_and_counted(trace: Path) -> None:
@@ -306,26 +285,6 @@ def test_conflicting_options_give_one_error_line(trace: Path, arguments: list[st
     assert run.returncode == 2
     assert reason.lower() in run.stderr.lower()
     assert run.stderr.count("\n") == 1
-
-
-def test_a_sweep_reports_the_size_of_each_pool(trace: Path) -> None:
-    split = "prefill_workers:decode_workers=0:3,1:2,2:1"
-    found = combinations(["kv"], axes_of([split]), FleetOptions(), ShapeOptions())
-    assert [[(pool.role, pool.groups[0].count) for pool in one.fleet.pools] for one in found] == [
-        [("decode", 3)],
-        [("prefill", 1), ("decode", 2)],
-        [("prefill", 2), ("decode", 1)],
-    ]
-    run = forebay(
-        "sweep", str(trace), "--json", "--policy", "kv", "--set", split, "--set", "disagg.policy=always,never"
-    )
-    assert run.returncode == 0
-    runs = {run["name"]: run for run in json.loads(run.stdout)["runs"]}
-    assert len(runs) == 6
-    assert {run["workers"] for run in runs.values()} == {3}
-    remote = {name: run.get("prefilled_remotely") for name, run in runs.items()}
-    assert remote["kv, prefill_workers=2, decode_workers=1, disagg.policy=always"] == 20
-    assert remote["kv, prefill_workers=2, decode_workers=1, disagg.policy=never"] == 0
 
 
 WORKLOAD = "synthetic:requests=1500,rate=12,prompt=900,output=40"

@@ -101,15 +101,6 @@ def test_runs_are_sorted_by_cost_and_optimal_ones_are_marked(trace: Path) -> Non
     assert not all(run["pareto"] for run in runs)
 
 
-def test_table_has_one_row_per_run_and_names_the_cheapest(trace: Path) -> None:
-    run = sweep(trace, *SIX, "--slo", "ttft=1e6", "--attain", "0.99")
-    assert run.returncode == 0
-    lines = [line.split() for line in run.stdout.splitlines()]
-    assert sum(line[:1] in (["kv"], ["round-robin"]) or line[1:2] in (["kv"], ["round-robin"]) for line in lines) == 6
-    assert "cheapest run with SLO attainment of at least 99.00%: " in run.stdout
-    assert "6 runs in" in run.stderr
-
-
 def test_cheapest_settings_attain_the_slo_with_every_seed(trace: Path) -> None:
     axes = ("--set", "workers=1,2", "--set", "seed=1,2,3", "--policy", "random", "--slo", "ttft=80")
     runs = runs_of(trace, *axes)

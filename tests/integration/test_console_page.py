@@ -1,12 +1,10 @@
-"""The console's page in Chromium beside a system on Kafka: views, moments, comparisons, actions and a takeover.
+"""The console's page in Chromium beside a system on Kafka: views, actions and a takeover.
 
 The tests share one system, and run in this order: the last ones look back at what the first ones did. Without Chromium
 they are skipped with the reason, or fail if FOREBAY_REQUIRE_BROWSER=1.
 """
 
 import asyncio
-import json
-import random
 import re
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
@@ -19,11 +17,6 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from forebay.events.control import PolicySet, WorkerCommanded
 from forebay.events.topics import CONTROL, Topic
-from forebay.replay.at import seek_time
-from forebay.replay.moment import Moment
-from forebay.replay.read_only import ReadOnlyLog
-from forebay.transport.base import Log, Record
-from forebay.transport.kafka.log import KafkaLog
 from tests.console.conftest import browser
 from tests.console.pages import (
     CONTRAST,
@@ -36,13 +29,11 @@ from tests.console.pages import (
     page_of,
     read,
     require_accessible,
-    require_fleet,
     review_action,
-    shown,
     wait_indexed,
     wait_until,
 )
-from tests.console.serving import TOKEN, comparable
+from tests.console.serving import TOKEN
 from tests.harness.browser import Scheme
 from tests.harness.cluster import GROUP, Cluster, Ownership
 from tests.harness.local import free_ports
@@ -54,14 +45,11 @@ __all__ = ["browser"]
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("browser")]
 
-SEED = 20_261_125
-MOMENTS = 50
 ROUTERS = ("r1", "r2")
 WORKERS = ("w1", "w2", "w3")
 PROMPTS = 4
 ROUNDS = 4  # requests per prompt: a policy without a cache index sends them to several workers
 TAKEOVER_WITHIN_S = 60.0
-READ_MAX = 1_000
 T = TypeVar("T")
 # Method `load` never has enough observations, so only an operator changes the size of the pool.
 PLANNER = {"interval_s": 1.0, "method": "load", "min_observations": 1_000}
@@ -73,8 +61,6 @@ SHOWN: tuple[tuple[int, Scheme, Sequence[str]], ...] = (
     (1_280, "dark", CONTRAST),
     (390, "dark", LEVELS),
 )
-# A time in microseconds, as the page's fields show it.
-UTC = "us => new Date(us / 1000).toISOString().replace('T', ' ').replace('Z', '')"
 VIEWS = ("fleet", "requests", "time", "what-if", "scaling")
 
 
@@ -93,48 +79,17 @@ class LoopThread:
         self._loop.close()
 
 
-class CopiedLog(ReadOnlyLog):
-    """View of a log that reads each partition once, because reading a part of one from Kafka takes 0.1 s."""
-
-    def __init__(self, log: Log) -> None:
-        self._log = log
-        self._records: dict[tuple[str, int], tuple[int, list[Record]]] = {}
-
-    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """Return up to `limit` records from `offset` on."""
-        _, records = await self._partition(topic, partition)
-        return [record for record in records if record.offset >= offset][:limit]
-
-    async def begin(self, topic: str, partition: int) -> int:
-        return (await self._partition(topic, partition))[0]
-
-    async def end(self, topic: str, partition: int) -> int:
-        begin, records = await self._partition(topic, partition)
-        return records[-1].offset + 1 if records else begin
-
-    async def _partition(self, topic: str, partition: int) -> tuple[int, list[Record]]:
-        if (topic, partition) not in self._records:
-            position, end = await self._log.begin(topic, partition), await self._log.end(topic, partition)
-            self._records[topic, partition] = found = (position, list[Record]())
-            while position < end:
-                page = await self._log.read(topic, partition, position, READ_MAX)
-                found[1].extend(page)
-                position = page[-1].offset + 1
-        return self._records[topic, partition]
-
-
 class ConsoleSystem:
     """A running system with its console.
 
     Args:
         url: origin of the console's page.
-        thread: runs the loop of `cluster` and `log`.
+        thread: runs the loop of `cluster`.
     """
 
-    def __init__(self, cluster: Cluster, log: KafkaLog, url: str, thread: LoopThread) -> None:
+    def __init__(self, cluster: Cluster, url: str, thread: LoopThread) -> None:
         self.cluster = cluster
         self.url = url
-        self._log = log
         self._thread = thread
 
     def complete(self, *numbers: int) -> None:
@@ -153,18 +108,6 @@ class ConsoleSystem:
     def events(self, topic: Topic, kind: type[T]) -> list[T]:
         """Return the events of a type on a topic, whose partition is that of the group."""
         return self.run(self.cluster.events(topic, kind))
-
-    def copy(self) -> CopiedLog:
-        """Return a view of the log, whose partitions do not grow after their first use."""
-        return CopiedLog(self._log)
-
-    def moment_at(self, log: Log, at_us: int) -> Moment:
-        """Return the state that `forebay replay at --time` derives from a log of this system."""
-
-        async def derived() -> Moment:
-            return await (await seek_time(log, self.cluster.partition(), at_us)).moment()
-
-        return self.run(derived())
 
     def forebay(self, name: str, *arguments: str) -> str:
         """Run a command that succeeds on the log of the system, and return its output."""
@@ -198,13 +141,11 @@ async def start(stack: AsyncExitStack, cluster: Cluster, thread: LoopThread) -> 
     await cluster.serve(ROUTERS, WORKERS)
     start_planner(cluster, "planner", PLANNER, POOL)
     await stack.enter_async_context(supervised(cluster, "supervisor"))
-    log = await KafkaLog.open(cluster.settings)
-    stack.push_async_callback(log.close)
     port, token_file = free_ports(1), cluster.processes.folder / "console-token"
     token_file.write_text(TOKEN)
     served = ("--port", str(port), "--token-file", str(token_file), "--url", cluster.urls["i1"])
     cluster.begin("console", "console", *cluster.where, "--cache-dir", str(cluster.processes.folder), *served)
-    return ConsoleSystem(cluster, log, f"http://127.0.0.1:{port}", thread)
+    return ConsoleSystem(cluster, f"http://127.0.0.1:{port}", thread)
 
 
 @pytest.fixture(scope="module")
@@ -255,50 +196,6 @@ def test_every_view_shows_the_live_system(system: ConsoleSystem, browser: Browse
         go(page, "/scaling")
         expect(page.get_by_role("heading", level=1)).to_have_text("The planner is active. It scales 1 pool.")
         expect(page.get_by_role("banner")).to_contain_text("up to date")
-
-
-def test_a_request_is_explained_as_by_replay_explain(system: ConsoleSystem, browser: Browser) -> None:
-    with page_of(system.url, browser, "/requests") as found:
-        page = found.page
-        link = page.get_by_role("table", name="Requests").get_by_role("link").first
-        request_id = link.get_attribute("title")
-        assert request_id
-        link.click()
-        expect(page.get_by_role("heading", level=1)).to_contain_text("finished", ignore_case=True)
-        explained = json.loads(system.forebay("explain", "explain", request_id, "--json", "--group", GROUP))
-        (routing,) = explained["routings"]
-        expect(page.get_by_role("main")).to_contain_text(re.compile(re.escape(routing["why"]), re.IGNORECASE))
-        selected = page.get_by_role("table", name="cost").first.get_by_role("row").filter(has_text="selected")
-        expect(selected).to_contain_text(routing["candidates"][routing["winner"]]["seen"]["worker_id"])
-        for entry in explained["timeline"]:
-            item = page.get_by_role("main").get_by_role("listitem").filter(has_text=entry["text"])
-            expect(item.first).to_be_visible()
-
-
-def test_what_if_equals_replay_diff(system: ConsoleSystem, browser: Browser) -> None:
-    rows = read(system.url, "/v1/console/requests", limit=500)["requests"]
-    from_us = rows[-PROMPTS]["submitted_us"] // 1_000 * 1_000  # the fields of the page have milliseconds
-    with page_of(system.url, browser, "/what-if") as found:
-        page = found.page
-        page.get_by_role("button", name="Whole log").click()
-        form = page.get_by_role("form", name="Comparison")
-        form.get_by_label("From").fill(page.evaluate(UTC, from_us))
-        form.get_by_label("Policy").select_option("round-robin")
-        page.get_by_role("button", name="Compare", exact=True).click()
-        result = page.get_by_role("heading", name="would have gone to another worker")
-        expect(result).to_be_visible()
-        job = next(url for url in reversed(found.requests) if "/what-if/" in url)
-        shown_report = read(system.url, job.removeprefix(system.url))["report"]
-        printed = system.forebay("diff", "replay", "diff", "--policy", "round-robin", "--from", str(from_us), "--json")
-        report = json.loads(printed)
-        assert shown_report == report
-        moved = report["moved"]
-        assert 0 < moved["compared"] < len(rows), "the span has a part of the requests"
-        assert moved["moved"]
-        expect(result).to_contain_text(f"{moved['moved']} of {moved['compared']} requests")
-        attempts = page.get_by_role("table", name="Attempts per worker")
-        expected = {f"{one['worker_id']}/{one['rank']}": str(one["history"]["requests"]) for one in report["ranks"]}
-        assert dict(zip(cells(attempts, "worker"), cells(attempts, "requests"), strict=True)) == expected
 
 
 def test_an_operator_changes_the_policy_of_a_pool(system: ConsoleSystem, browser: Browser) -> None:
@@ -360,31 +257,6 @@ def test_a_takeover_is_a_marker_and_a_missing_standby_a_problem(system: ConsoleS
         for at_us, owner in ((takeovers[-1]["at_us"], newest.router), (decided_us, before)):
             go(page, f"/fleet?at={at_us}")
             expect(page.get_by_role("main")).to_contain_text(f"{owner} owns group {GROUP}")
-
-
-def test_the_slider_shows_the_state_of_replay_at(system: ConsoleSystem, browser: Browser) -> None:
-    state = read(system.url, "/v1/console")["state"]
-    draw, log = random.Random(SEED), system.copy()
-    print(f"{MOMENTS} moments of the seed {SEED}")
-    fleets = set()
-    with page_of(system.url, browser, "/fleet") as found:
-        page = found.page
-        slider = page.get_by_role("slider", name="Moment")
-        for number in range(MOMENTS):
-            # One moment is the first of the log, when no worker has joined yet.
-            value = draw.randint(0, (state["end_us"] - state["begin_us"]) // 1_000) if number != 1 else 0
-            at_us = state["begin_us"] + 1_000 * value
-            slider.fill(str(value))
-            expect(page).to_have_url(re.compile(f"at={at_us}$"))
-            shown(page)
-            moment = system.moment_at(log, at_us)
-            require_fleet(page, moment)
-            assert comparable(read(system.url, "/v1/console/moment", at_us=at_us)) == comparable(moment), at_us
-            if number == 0:
-                printed = system.forebay("at", "replay", "at", "--time", str(at_us), "--json")
-                assert comparable(json.loads(printed)) == comparable(moment), at_us
-            fleets.add(tuple(fleet_of(page)))
-    assert len(fleets) > 1, "the moments have different fleets"
 
 
 def require_accessible_everywhere(page: Page, where: str) -> None:
