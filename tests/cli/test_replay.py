@@ -259,25 +259,6 @@ def test_invalid_comparisons_are_rejected(recording: Path, tmp_path: Path) -> No
     assert str(tmp_path / "none.db") in error_of("replay", "diff", tmp_path / "none.db", *policy)
 
 
-def test_other_grids_name_recorded_models_and_pools(recording: Path, tmp_path: Path) -> None:
-    rules = tmp_path / "rules.toml"
-    grid = "isl_max = 9\ntarget_max_ms = 9\npools = [{pool = 'P', priority = 0}]\ncells = [['P']]\n"
-    text = f"[[models]]\nname = 'm'\n[[models.grids]]\n{grid}"
-    rules.write_text(text.replace("P", "default"))
-    report = json_of("replay", "diff", recording, "--pool-routing", rules, "--no-canaries")
-    assert (report["identical"], report["alternative"]) == (True, f"--pool-routing {rules} --no-canaries")
-    rules.write_text(text.replace("P", "deflt"))
-    assert "unknown aggregated pool 'deflt'; did you mean default?" in error_of(
-        "replay", "diff", recording, "--pool-routing", rules
-    )
-    rules.write_text(text.replace("'m'", "'other'"))
-    assert "unknown model 'other'; " in error_of("replay", "diff", recording, "--pool-routing", rules)
-    rules.write_text("[[models]]\nnme = 'x'")
-    assert f"--pool-routing: {rules}: models[0]: unknown key 'nme'" in error_of(
-        "replay", "diff", recording, "--pool-routing", rules
-    )
-
-
 def test_unknown_events_fail_the_comparison_unless_allowed(tmp_path: Path) -> None:
     drive = Driver().fleet("a", "b")
     drive("kv-events", None)

@@ -4,9 +4,7 @@ from typing import Any
 
 import pytest
 
-from forebay.events.pools import PoolRouting
 from forebay.events.requests import RoutingHints
-from forebay.replay.diff.counterfactual_world import OtherPoolRules
 from forebay.replay.diff.diff import diff
 from forebay.replay.observed import observe_history
 from forebay.replay.status import read_status
@@ -124,37 +122,6 @@ async def test_choices_are_derived_again_and_agree_with_themselves() -> None:
     assert (report.divergence, report.decisions, report.verified) == (None, 4, 4)
     same = await diff(log, 0, lambda pool: pool)
     assert same.identical
-
-
-@pytest.mark.parametrize(
-    ("other", "moved"),
-    [
-        (OtherPoolRules(without_canaries=True), ["r2"]),
-        (OtherPoolRules({"m": PoolRouting(grids=(one_cell("a"),))}), ["r1", "r2", "r3"]),
-        (OtherPoolRules({"m": PoolRouting(grids=(one_cell("b"),))}), ["r0"]),
-        (OtherPoolRules({"m": PoolRouting(grids=(one_cell("b"),), retry=True)}, without_canaries=True), ["r0", "r2"]),
-        (OtherPoolRules({"n": PoolRouting()}), []),
-    ],
-)
-async def test_a_comparison_replaces_recorded_rules(other: OtherPoolRules, moved: list[str]) -> None:
-    report = await diff(await served().log(), 0, lambda pool: pool, rules=other)
-    assert report.divergence is None
-    assert report.pools_kept
-    assert sorted(one.request_id for one in report.most) == moved
-    assert report.identical == (not moved)
-
-
-async def test_a_comparison_that_begins_at_a_snapshot_replaces_its_rules() -> None:
-    made = served()
-    made.canary("c", "b")
-    made.drain("c", drained=False)
-    made.seal()
-    ask(made, "r4")
-    made.seal()
-    other = OtherPoolRules({"m": PoolRouting(grids=(one_cell("a"),))}, without_canaries=True)
-    report = await diff(await made.log(), 0, lambda pool: pool, rules=other)
-    assert report.divergence is None
-    assert "r4" in {one.request_id for one in report.most}
 
 
 async def test_operators_rules_are_part_of_the_input_of_a_simulator() -> None:

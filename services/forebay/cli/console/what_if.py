@@ -11,8 +11,7 @@ import msgspec
 
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.policies.alternative import AlternativeOptions
-from forebay.cli.policies.pool_rules import PoolRuleOptions
-from forebay.cli.replay.diff import Compared
+from forebay.cli.replay.diff import compared
 from forebay.console.jobs import WhatIf, WhatIfFrame
 from forebay.console.settings import ConsoleSettings
 from forebay.ingress.child_process import ChildConnection
@@ -47,8 +46,6 @@ async def _serve(connection: ChildConnection) -> None:
 async def _compare(settings: ConsoleSettings, wanted: WhatIf, connection: ChildConnection) -> DiffReport:
     other = AlternativeOptions(sets=list(wanted.sets), policy=wanted.policy or None).alternative()
     custom = allowed_policies(settings.source.policies, other.modes)
-    rules = PoolRuleOptions()
-    compared = Compared(other, rules, rules.rules())
     async with opened_log(settings.source) as log:
         span = await span_of(log, settings.partition, wanted.from_us, wanted.to_us, custom=custom)
 
@@ -56,7 +53,7 @@ async def _compare(settings: ConsoleSettings, wanted: WhatIf, connection: ChildC
             frame = WhatIfFrame(done=max(0, done - span.start.offset), total=span.end - span.start.offset)
             connection.send(msgspec.json.encode(frame))
 
-        return await compared.report(log, settings.partition, span, on_progress)
+        return await compared(other, log, settings.partition, span, on_progress)
 
 
 if __name__ == "__main__":

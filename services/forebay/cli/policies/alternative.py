@@ -136,13 +136,13 @@ class AlternativeOptions:
         ),
     ] = None
 
-    def alternative(self, *, is_required: bool = True) -> Alternative:
-        """Return the alternative. Raises Unusable if an option is invalid, or none is given and `is_required`."""
+    def alternative(self) -> Alternative:
+        """Return the alternative. Raises Unusable if an option is invalid, or none is given."""
         changes = [_change(text) for text in self.sets or ()]
         if self.policy is not None:
             changes.append(Change("", MODE, self.policy, f"{POLICY} {self.policy}"))
         base = None if self.policy_config is None else read_policy_file(self.policy_config)
-        if is_required and not changes and base is None:
+        if not changes and base is None:
             raise Unusable(f"no change; pass {SET} PATH=VALUE, {POLICY} MODE or {POLICY_CONFIG} FILE")
         if len(changes) > CHANGES_MAX:
             raise Unusable(f"{len(changes)} changes by {SET} exceed the maximum of {CHANGES_MAX}; use {POLICY_CONFIG}")

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Set
-from dataclasses import dataclass
 
 import click
 import msgspec
@@ -13,13 +12,11 @@ from forebay.cli.common.terminal import own_stdout
 from forebay.cli.common.unverified import DIVERGED, allowed_of, complaint, exit_code
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.policies.alternative import Alternative
-from forebay.cli.policies.pool_rules import PoolRuleOptions
 from forebay.cli.replay.at import log_time_us
 from forebay.cli.replay.command import DIFF_CHECKS, DiffCommand
 from forebay.cli.replay.diff_view import show
 from forebay.cli.replay.verify import shown_progress
 from forebay.core.routing.policies import CustomPolicies
-from forebay.replay.diff.counterfactual_world import OtherPoolRules
 from forebay.replay.diff.diff import Span, diff, span_of
 from forebay.replay.diff.report import DiffReport
 from forebay.replay.verify.verify import OnProgress
@@ -33,11 +30,10 @@ def run_diff(options: DiffCommand) -> None:
     options.recording.require_one_source()
     allowed = allowed_of(options.allow, DIFF_CHECKS)
     with explained(), own_stdout():
-        other = options.other_options.alternative(is_required=options.rule_options == PoolRuleOptions())
-        compared = Compared(other, options.rule_options, options.rule_options.rules())
+        other = options.other_options.alternative()
         custom = allowed_policies(options.allow_policy, other.modes)
         with shown_progress() as on_progress:
-            found = asyncio.run(_diff(options.recording, compared, (options.start, options.end), on_progress, custom))
+            found = asyncio.run(_diff(options.recording, other, (options.start, options.end), on_progress, custom))
     if options.json:
         click.echo(msgspec.json.encode(found).decode())
     elif found.divergence is None:
@@ -45,27 +41,18 @@ def run_diff(options: DiffCommand) -> None:
     _complain(found, allowed, options.recording)
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """Configuration and rules for the choice of pools with which a recorded span is compared."""
-
-    other: Alternative
-    options: PoolRuleOptions
-    rules: OtherPoolRules
-
-    async def report(self, log: Log, partition: int, span: Span, on_progress: OnProgress) -> DiffReport:
-        pools = await pools_of(log, partition)
-        self.other.require_pools(pools)
-        self.options.require_pools(self.rules, pools)
-        report = await diff(log, partition, self.other.of, on_progress, self.other.named, self.rules, span)
-        report.alternative = f"{self.other} {self.options}".strip()
-        report.idle = self.other.idle(pools, report.undone)
-        return report
+async def compared(other: Alternative, log: Log, partition: int, span: Span, on_progress: OnProgress) -> DiffReport:
+    """Return the comparison of a recorded span with an alternative."""
+    pools = await pools_of(log, partition)
+    other.require_pools(pools)
+    report = await diff(log, partition, other.of, on_progress, other.named, span)
+    report.alternative, report.idle = str(other), other.idle(pools, report.undone)
+    return report
 
 
 async def _diff(
     recording: Recording,
-    compared: Compared,
+    other: Alternative,
     window: tuple[str, str],
     on_progress: OnProgress,
     custom: CustomPolicies,
@@ -75,7 +62,7 @@ async def _diff(
             log.check()
         try:
             span = await span_of(log, partition, *await _window_us(log, partition, *window), custom)
-            return await compared.report(log, partition, span, on_progress)
+            return await compared(other, log, partition, span, on_progress)
         except SpanEnds as error:
             raise NotDerivable(f"{error}; or compare a part with --from and --to") from error
 

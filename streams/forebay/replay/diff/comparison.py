@@ -31,10 +31,8 @@ from forebay.events.fleet import WorkerJoined
 from forebay.events.progress import RequestFailed, RequestFinished
 from forebay.replay.diff.counterfactual_world import (
     DISAGG,
-    RECORDED_RULES,
     CounterfactualWorld,
     Named,
-    OtherPoolRules,
     PlacementHits,
     names_nothing,
 )
@@ -77,15 +75,9 @@ NEVER_ROUTED = _FirstRoute()
 class Comparison:
     """Applies the events of a walk to the alternative world, and compares its decisions with history's."""
 
-    def __init__(
-        self,
-        walk: Walk,
-        alter: Alternative,
-        named: Named = names_nothing,
-        rules: OtherPoolRules = RECORDED_RULES,
-    ) -> None:
+    def __init__(self, walk: Walk, alter: Alternative, named: Named = names_nothing) -> None:
         """Register with `walk`, which must not have begun, after a `DivergenceTrail`."""
-        self.report = DiffReport(start=walk.start, pools_kept=rules.are_given)
+        self.report = DiffReport(start=walk.start)
         self._alter = alter
         self._altered: dict[str, tuple[PoolConfigured, PoolConfigured]] = {}
         self._tallies = (WorldTally(), WorldTally())
@@ -104,7 +96,7 @@ class Comparison:
             self._ranks |= dict.fromkeys((worker.spec.worker_id, rank) for rank in worker.spec.ranks)
         for request in walk.world.requests.queued():
             self._pair(request.submitted.request_id, request.queued_at_us)
-        self._other = CounterfactualWorld(walk.world, alter, named, rules)
+        self._other = CounterfactualWorld(walk.world, alter, named)
         self._worlds = (walk.world, self._other.world)
         self._compare([], self._other.configure(), walk.world.now_us)
         self._previous_on_plan = walk.world.on_plan

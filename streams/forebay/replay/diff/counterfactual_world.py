@@ -9,8 +9,7 @@ workers would have cached other blocks, which this model does not show.
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Set
 from heapq import heappop, heappush
 
 import msgspec
@@ -34,7 +33,6 @@ from forebay.events.control import (
     PoolConfigured,
 )
 from forebay.events.decisions import RequestAborted, RequestRejected, RequestRouted, Stage
-from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRouting, PoolRoutingConfigured
 from forebay.events.progress import (
     FirstTokenEmitted,
     PrefillFailed,
@@ -46,41 +44,6 @@ from forebay.events.progress import (
     TransferFailed,
 )
 from forebay.events.transfer import LEASE_US_MAX, Prefilled
-
-
-@dataclass(frozen=True, slots=True)
-class OtherPoolRules:
-    """Rules that replace recorded rules. Drains stay as recorded.
-
-    `routing` replaces all recorded grids of its models. A model without an entry keeps its recorded grids.
-    """
-
-    routing: Mapping[str, PoolRouting] = field(default_factory=dict)
-    without_canaries: bool = False
-
-    @property
-    def are_given(self) -> bool:
-        return bool(self.routing) or self.without_canaries
-
-    def of(self, event: PoolEvent) -> PoolEvent:
-        match event:
-            case PoolRoutingConfigured(model=model) if model in self.routing:
-                return msgspec.structs.replace(event, routing=self.routing[model])
-            case PoolCanarySet() if self.without_canaries:
-                return msgspec.structs.replace(event, base="", share=0.0)
-            case _:
-                return event
-
-    def at_start(self, world: World) -> Iterator[PoolEvent]:
-        for model, routing in sorted(self.routing.items()):
-            if routing != world.registry.routing_of(model):
-                yield PoolRoutingConfigured(model=model, routing=routing)
-        for canary in world.registry.all_canaries if self.without_canaries else ():
-            yield self.of(canary)
-
-
-RECORDED_RULES = OtherPoolRules()
-
 
 OperatorEvent = PoolConfigured | PoolEvent | BusyThresholdsSet | DisaggregationSet | PolicySet
 Named = Callable[
@@ -103,9 +66,7 @@ class CounterfactualWorld:
     the fields that `named` returned and that an operator changed during the recording.
     """
 
-    def __init__(
-        self, start: World, alter: Alternative, named: Named = names_nothing, rules: OtherPoolRules = RECORDED_RULES
-    ) -> None:
+    def __init__(self, start: World, alter: Alternative, named: Named = names_nothing) -> None:
         """Begin with a copy of `start`, history's world between two journal records.
 
         Args:
@@ -113,7 +74,6 @@ class CounterfactualWorld:
             alter: returns the changed configuration of a pool.
             named: returns the disaggregation fields that take precedence over an operator's change, even if `alter`
                 leaves them unchanged.
-            rules: rules for the choice of pools that replace those of history.
         """
         self.world = restore(start.snapshot(), start.custom)
         self.world.owner_policies = tuple(sorted(start.custom))
@@ -123,7 +83,6 @@ class CounterfactualWorld:
         self.undone: set[str] = set()
         self._alter = alter
         self._named = named
-        self._rules = rules
         self._history = start
         self._recorded = dict(self.world.pools)
         self._sent_us: dict[str, int] = {}
@@ -149,9 +108,6 @@ class CounterfactualWorld:
                 world.busy[name] = self._thresholds(self._recorded[name], by_hand)
             if disagg is not None:
                 world.disagg[name] = self._disagg(self._recorded[name], disagg)
-        for event in self._rules.at_start(world):
-            changed = True
-            world.registry.apply(event)
         return (
             self._after(reroute(world, world.requests.waiting()) + drain_queues(world), world.now_us) if changed else []
         )
@@ -183,8 +139,6 @@ class CounterfactualWorld:
                 event = self._set_disagg(event)
             case PolicySet():
                 event = self._set_policy(event)
-            case PoolRoutingConfigured() | PoolCanarySet() | PoolDrainSet():
-                event = self._rules.of(event)
             case ProgressEvent():
                 return self._progress(topic, event if accepted else None, now_us)
             case _:

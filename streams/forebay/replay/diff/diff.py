@@ -12,7 +12,7 @@ from forebay.core.step import AnyDecision
 from forebay.events.topics import DECISIONS
 from forebay.replay.at import NoSuchRecord, last_clock, offset_at
 from forebay.replay.diff.comparison import Comparison
-from forebay.replay.diff.counterfactual_world import RECORDED_RULES, Named, OtherPoolRules, names_nothing
+from forebay.replay.diff.counterfactual_world import Named, names_nothing
 from forebay.replay.diff.report import DiffReport, notes
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.verify.verify import PROGRESS_EVERY, OnProgress
@@ -115,7 +115,6 @@ async def diff(
     alter: Alternative,
     progress: OnProgress | None = None,
     named: Named = names_nothing,
-    rules: OtherPoolRules = RECORDED_RULES,
     span: Span | None = None,
 ) -> DiffReport:
     """Compare a group's recorded history with its history under the pool configurations that `alter` returns.
@@ -139,7 +138,7 @@ async def diff(
         return report
     walk = Walk(log, partition, begin, span.end)
     trail = DivergenceTrail(walk)
-    comparison = Comparison(walk, alter, named, rules)
+    comparison = Comparison(walk, alter, named)
     report, verified = comparison.report, 0
     async for step in walk:
         if step.divergence is not None:

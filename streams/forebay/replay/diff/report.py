@@ -214,8 +214,6 @@ class DiffReport(msgspec.Struct, kw_only=True):
             effect only in part, because the load in history's state was added under history's configuration.
         stages_kept: whether the alternative changes the disaggregation policy. `moved.evaluated` does not show this
             change, because a repeated decision keeps its stage.
-        pools_kept: whether the alternative has other rules for the choice of pools. `moved.evaluated` does not show
-            this change, because a repeated decision keeps its pool.
         other_state: digest of the alternative's world at the end; `state` if both worlds and configurations are equal.
     """
 
@@ -242,7 +240,6 @@ class DiffReport(msgspec.Struct, kw_only=True):
     progress: ProgressOutcome = msgspec.field(default_factory=ProgressOutcome)
     booked: list[str] = []
     stages_kept: bool = False
-    pools_kept: bool = False
     queries: int = 0
     queries_otherwise: int = 0
     state: str = ""
@@ -326,15 +323,12 @@ def _by_choice(report: DiffReport) -> list[str]:
         )
     if report.stages_kept:
         summary += " Each repeated decision keeps its stage, so prompts are computed where history computed them."
-    if report.pools_kept:
-        summary += " Each repeated decision keeps its pool."
     if not moved.moved:
         return [summary]
     if moved.by_choice == moved.moved:
         return [f"{summary} All moved requests also move there."]
     share = f"Of the {moved.moved:,} moved requests, {moved.by_choice:,} also move there"
     why = ", or because their prompts are computed elsewhere" if report.stages_kept else ""
-    why += ", or because another pool was chosen" if report.pools_kept else ""
     return [f"{summary} {share}. The others moved as a consequence of earlier moves{why}."]
 
 
