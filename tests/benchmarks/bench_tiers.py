@@ -24,13 +24,12 @@ from forebay.workers.kv_tiers import block_format
 from forebay.workers.kv_tiers.block_store import BlockStore
 from forebay.workers.kv_tiers.disk import DirectoryStore
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
-from forebay.workers.kv_tiers.settings import IoKind
 from forebay.workers.kv_transfer.nixl_agent import load_nixl
 
 CASES = ((64, 1 << 20), (256, 128 << 10), (16, 8 << 20))
 DEADLINE_S = 60.0
 WARM_UP = 2  # rounds that touch memory and load code
-SIDES = ("nixl", "store", "store, no checksum", "plain store", "plain store, no checksum")
+SIDES = ("nixl", "store", "store, no checksum")
 
 
 class Blocks:
@@ -105,12 +104,10 @@ def stores(folder: Path, blocks: Blocks) -> Iterator[dict[str, BlockStore]]:
     """Open a store per side."""
     opened: dict[str, BlockStore] = {}
     for side in SIDES[1:]:
-        kind: IoKind = "plain" if side.startswith("plain") else "nixl"
         opened[side] = DirectoryStore(
             folder / side.replace(" ", "-"),
             identity_of(blocks),
             quota_bytes=1 << 50,
-            io=kind,
             shared=False,
             owner="benchmark",
         )

@@ -311,7 +311,7 @@ def test_each_tier_has_a_size(tmp_path: Path) -> None:
     assert settings(f"store:path={BUCKET}") == TierSettings(store=BUCKET, store_bytes=STORE_BYTES)
     every = settings(
         "host:size=500MB,write=eviction",
-        f"disk:size=10GB,path={tmp_path},filter=off,io=plain",
+        f"disk:size=10GB,path={tmp_path},filter=off",
         f"store:path={BUCKET},size=2TB,endpoint=http://127.0.0.1:9000,filter=off",
     )
     assert every == TierSettings(
@@ -323,7 +323,6 @@ def test_each_tier_has_a_size(tmp_path: Path) -> None:
         store_endpoint="http://127.0.0.1:9000",
         write="eviction",
         filter=False,
-        io="plain",
     )
 
 
@@ -335,7 +334,10 @@ def test_each_tier_has_a_size(tmp_path: Path) -> None:
         (["host:size=1GB,filter=on"], "--kv-tier host:size=1GB,filter=on: unknown key 'filter'; keys are: size, write"),
         (["host:size=1GB,write=later"], "--kv-tier host:size=1GB,write=later: expected one of through, eviction, got"),
         (["host:size=1GB", "host:size=2GB"], "--kv-tier host:size=2GB: there is another host tier"),
-        (["disk:path=a,io=nixl", "store:path=b,io=plain"], "--kv-tier: the tiers of a worker have one value of io"),
+        (
+            ["disk:path=a,filter=on", "store:path=b,filter=off"],
+            "--kv-tier: the tiers of a worker have one value of",
+        ),
         (["store:path=gs://bucket"], "--kv-tier store:path=gs://bucket: unsupported store; expected a directory or"),
         (["store:path=FILE"], "--kv-tier store:path=FILE: not a directory"),
         (["disk:path=FILE"], "--kv-tier disk:path=FILE: not a directory"),

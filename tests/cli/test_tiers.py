@@ -152,7 +152,7 @@ def test_a_bucket_is_managed_like_a_directory(bucket: str) -> None:
     place = f"s3://{BUCKET}/prefix"
     run = forebay("tiers", "list", place)
     assert run.stderr == f"forebay: {place} is not a store of KV blocks: it has no store.json\n"
-    store = ObjectStore(place, ONE, quota_bytes=QUOTA, io="plain", endpoint=bucket)
+    store = ObjectStore(place, ONE, quota_bytes=QUOTA, endpoint=bucket)
     write(store, range(4))
     assert forebay("tiers", "verify", place).stdout == "4 blocks verified, 36.4kB\n"
     key = f"prefix/{path_of(Path(), 2).as_posix()}"

@@ -441,7 +441,7 @@ def tiered(folder: Path, *options: str) -> Iterator[Up]:
     profile.write_text(PROFILE)
     tiers = (
         "--kv-tier",
-        f"disk:path={folder / 'disks'},io=plain,filter=off",
+        f"disk:path={folder / 'disks'},filter=off",
         "--kv-tier",
         f"store:path={folder / 'store'}",
     )

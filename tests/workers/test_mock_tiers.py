@@ -42,7 +42,7 @@ CLEAR = Command(action="clear_kv_blocks")
 
 def store_of(folder: Path, **changes: Any) -> TierSettings:
     """Return settings with a shared store only."""
-    return TierSettings(**{"store": str(folder), "io": "plain", **changes})
+    return TierSettings(**{"store": str(folder), **changes})
 
 
 @pytest.fixture(params=["host", "disk", "store"])
@@ -186,7 +186,7 @@ async def test_blocks_are_offloaded_when_they_are_evicted(tmp_path: Path) -> Non
 
 
 async def test_the_filter_of_the_disk_accepts_blocks_that_are_used_again(tmp_path: Path) -> None:
-    settings = TierSettings(host_bytes=HOST.host_bytes, disk=tmp_path, disk_bytes=1 << 20, io="plain")
+    settings = TierSettings(host_bytes=HOST.host_bytes, disk=tmp_path, disk_bytes=1 << 20)
     async with tiered(settings) as one:
         await one.run(item_of("a"))
         await one.has("host", BLOCKS)
@@ -226,9 +226,7 @@ async def test_a_pinned_prompt_stays_in_host_memory(pin_s: int) -> None:
 
 
 async def test_ranks_have_their_own_tiers(tmp_path: Path) -> None:
-    settings = TierSettings(
-        host_bytes=HOST.host_bytes, disk=tmp_path / "disk", disk_bytes=1 << 20, filter=False, io="plain"
-    )
+    settings = TierSettings(host_bytes=HOST.host_bytes, disk=tmp_path / "disk", disk_bytes=1 << 20, filter=False)
     spec = msgspec.structs.replace(SPEC, dp_size=2)
     async with tiered(settings, spec, dp_size=2) as one:
         await one.run(item_of("a", rank=1))
@@ -249,7 +247,6 @@ async def test_clearing_the_cache_clears_host_and_disk_but_not_the_store(tmp_pat
         disk_bytes=1 << 20,
         store=str(tmp_path / "store"),
         filter=False,
-        io="plain",
     )
     async with tiered(settings) as one:
         tokens = await one.run(item_of("a"))
@@ -311,7 +308,6 @@ async def test_nothing_is_left_after_random_histories(seed: int, tmp_path: Path)
         store=str(tmp_path / "store"),
         write=rng.choice(["through", "eviction"]),
         filter=rng.random() < 0.5,
-        io="plain",
     )
     prompts = [[100 + number, *PROMPT[: rng.randint(3, 18)]] * rng.randint(1, 3) for number in range(6)]
     right = [await expected(item_of("a", prompt)) for prompt in prompts]
@@ -395,7 +391,7 @@ async def test_a_worker_announces_the_tiers_that_survived(scene: Scene, tmp_path
 
 
 async def test_a_worker_announces_its_shared_store(scene: Scene, tmp_path: Path) -> None:
-    tiers = TierSettings(store=str(tmp_path), io="plain")
+    tiers = TierSettings(store=str(tmp_path))
 
     def stored() -> set[int]:
         events = [one for one in scene.kv() if isinstance(one, StoreBlocksAdded)]
@@ -422,7 +418,7 @@ async def test_a_worker_announces_its_shared_store(scene: Scene, tmp_path: Path)
 
 
 def tiered_pair(scene: Scene, folder: Path) -> Any:
-    tiers = TierSettings(store=str(folder), io="plain")
+    tiers = TierSettings(store=str(folder))
     return pair_of(scene, tiered_side(scene, "prefill", tiers), tiered_side(scene, "decode", tiers))
 
 

@@ -43,7 +43,7 @@ Flips = list[tuple[int, int]]
 
 def disk_of(folder: Path, **changes: Any) -> TierSettings:
     """Return settings with a disk only."""
-    return TierSettings(**{"disk": folder, "disk_bytes": 1 << 20, "io": "plain", **changes})
+    return TierSettings(**{"disk": folder, "disk_bytes": 1 << 20, **changes})
 
 
 def item_of(name: str, prompt: list[int] = PROMPT, max_tokens: int = 6, **changes: Any) -> WorkItem:

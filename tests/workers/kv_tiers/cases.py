@@ -19,7 +19,7 @@ from forebay.workers.kv_tiers.disk import DirectoryStore
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
 from forebay.workers.kv_tiers.object_store import ObjectStore
 from forebay.workers.kv_tiers.offload_manager import OffloadManager
-from forebay.workers.kv_tiers.settings import IoKind, TierSettings
+from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.kv_tiers.transfers import LoadResult
 from tests.workers.kv_tiers.buckets import BUCKET, client
 
@@ -68,13 +68,12 @@ def check_read(store: BlockStore, numbers: Sequence[int], size: int = BLOCK_BYTE
 def open_directory(
     root: Path,
     *,
-    io: IoKind = "plain",
     shared: bool = False,
     owner: str = "worker-0",
     quota: int = QUOTA,
     who: KvIdentity | None = None,
 ) -> DirectoryStore:
-    return DirectoryStore(root, who or identity(), quota_bytes=quota, io=io, shared=shared, owner=owner)
+    return DirectoryStore(root, who or identity(), quota_bytes=quota, shared=shared, owner=owner)
 
 
 def path_of(root: Path, number: int, who: KvIdentity | None = None) -> Path:
@@ -94,14 +93,13 @@ class Place:
     """
 
     root: Path
-    io: IoKind
     endpoint: str
 
     def open(self, who: KvIdentity | None = None, quota: int = QUOTA) -> BlockStore:
         who = who or identity()
         if self.endpoint:
-            return ObjectStore(URL, who, quota_bytes=quota, io=self.io, endpoint=self.endpoint)
-        return open_directory(self.root, io=self.io, shared=True, quota=quota, who=who)
+            return ObjectStore(URL, who, quota_bytes=quota, endpoint=self.endpoint)
+        return open_directory(self.root, shared=True, quota=quota, who=who)
 
     def path(self, number: int) -> str:
         return f"{identity().short_digest}/{file_path(name_of(number))}"
@@ -143,7 +141,7 @@ def settings(
         disk_bytes=disk * file_bytes(BLOCK_BYTES),
         store=str(tmp_path / "store") if store else "",
         filter=filtered,
-        **({"io": "plain"} | changes),
+        **changes,
     )
 
 

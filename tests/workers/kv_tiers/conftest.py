@@ -1,21 +1,12 @@
-"""Ways to move blocks, and places for stores of KV blocks: directories, and buckets of an S3 server."""
+"""Places for stores of KV blocks: directories, and buckets of an S3 server."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from forebay.workers.kv_tiers.settings import IoKind
 from tests.workers.kv_tiers.buckets import KEYS, clear_bucket, moto
 from tests.workers.kv_tiers.cases import Place
-
-
-@pytest.fixture(params=["plain", "nixl"])
-def io(request: pytest.FixtureRequest) -> IoKind:
-    if request.param == "nixl":
-        pytest.importorskip("nixl_cu12")
-    kind: IoKind = request.param
-    return kind
 
 
 @pytest.fixture(scope="package")
@@ -39,5 +30,5 @@ def endpoint(server: str, keys: None) -> str:
 
 # Tests of the object store cover what differs in a bucket.
 @pytest.fixture(params=["directory", pytest.param("bucket", marks=pytest.mark.slow)])
-def place(request: pytest.FixtureRequest, tmp_path: Path, io: IoKind) -> Place:
-    return Place(tmp_path, io, request.getfixturevalue("endpoint") if request.param == "bucket" else "")
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    return Place(tmp_path, request.getfixturevalue("endpoint") if request.param == "bucket" else "")

@@ -18,7 +18,7 @@ from forebay.workers.kv_tiers.block_format import file_bytes
 from forebay.workers.kv_tiers.block_store import TEMPORARY_AGE_S
 from forebay.workers.kv_tiers.disk import HANGING_MAX, NetworkDirectoryStore, may_hang
 from forebay.workers.kv_tiers.offload_manager import open_store
-from forebay.workers.kv_tiers.settings import IoKind, TierSettings
+from forebay.workers.kv_tiers.settings import TierSettings
 from tests.workers.kv_tiers.cases import (
     BLOCK_BYTES,
     QUOTA,
@@ -48,9 +48,9 @@ def temporaries(root: Path) -> list[Path]:
     return sorted(root.rglob("*.tmp"))
 
 
-def test_large_calls_are_moved_by_two_threads(tmp_path: Path, io: IoKind) -> None:
+def test_large_calls_are_moved_by_two_threads(tmp_path: Path) -> None:
     who = identity(block_bytes=LARGE)
-    store = open_directory(tmp_path, io=io, who=who)
+    store = open_directory(tmp_path, who=who)
     assert write(store, range(30), LARGE) == [""] * 30
     path_of(tmp_path, 7, who).unlink()
     results, found = read(store, range(30), LARGE)
@@ -88,8 +88,8 @@ def test_a_shared_store_cannot_become_a_disk_tier(tmp_path: Path) -> None:
     open_directory(tmp_path).close()
 
 
-def test_several_workers_write_and_read_the_same_blocks(tmp_path: Path, io: IoKind) -> None:
-    stores = [open_directory(tmp_path, io=io, shared=True) for _ in range(4)]
+def test_several_workers_write_and_read_the_same_blocks(tmp_path: Path) -> None:
+    stores = [open_directory(tmp_path, shared=True) for _ in range(4)]
     start = threading.Barrier(len(stores))
 
     def use(number: int) -> None:
@@ -121,7 +121,7 @@ who = KvIdentity(
     weights="0" * 64, layout="l", dtype="d", tp_rank=0, tp_size=1, block_size=16, block_bytes=5_000, model="m"
 )
 store = DirectoryStore(
-    Path(sys.argv[1]), who, quota_bytes=1 << 30, io="plain", shared=sys.argv[2] == "shared", owner="crashed"
+    Path(sys.argv[1]), who, quota_bytes=1 << 30, shared=sys.argv[2] == "shared", owner="crashed"
 )
 os.rename = lambda *_: os._exit(9)  # between the write and the rename
 store.write([(BlockName(bytes(32), 1), memoryview(bytearray(5_000)))], 50.0)
@@ -147,8 +147,8 @@ def test_files_of_a_crashed_writer_are_removed(tmp_path: Path, kind: str) -> Non
     check_read(store, [1])
 
 
-def test_a_limit_of_file_sizes_fails_writes(tmp_path: Path, io: IoKind) -> None:
-    store = open_directory(tmp_path, io=io)
+def test_a_limit_of_file_sizes_fails_writes(tmp_path: Path) -> None:
+    store = open_directory(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE - 1000, hard))  # the write ends in the middle of the block
     try:
@@ -158,19 +158,6 @@ def test_a_limit_of_file_sizes_fails_writes(tmp_path: Path, io: IoKind) -> None:
     assert results == ["full", "full"]
     assert files(tmp_path) == temporaries(tmp_path) == []
     assert write(store, [1]) == [""]
-
-
-def test_many_failures_of_nixl_do_not_fail_a_store(tmp_path: Path) -> None:
-    pytest.importorskip("nixl_cu12")
-    store = open_directory(tmp_path, io="nixl")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        assert {write(store, [number])[0] for number in range(12)} == {"full"}
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert write(store, range(12)) == [""] * 12
-    check_read(store, range(12))
 
 
 @contextlib.contextmanager
@@ -188,8 +175,8 @@ def forbidden(path: Path) -> Iterator[None]:
         path.chmod(0o755)
 
 
-def test_missing_permissions_are_reported(tmp_path: Path, io: IoKind) -> None:
-    store = open_directory(tmp_path / "store", io=io)
+def test_missing_permissions_are_reported(tmp_path: Path) -> None:
+    store = open_directory(tmp_path / "store")
     write(store, [1])
     with forbidden(tmp_path / "store"):
         assert read(store, [1])[0] == ["denied"]
@@ -201,8 +188,8 @@ def test_missing_permissions_are_reported(tmp_path: Path, io: IoKind) -> None:
     check_read(store, [1])
 
 
-def test_a_removed_store_is_not_created_again(tmp_path: Path, io: IoKind) -> None:
-    store = open_directory(tmp_path / "store", io=io)
+def test_a_removed_store_is_not_created_again(tmp_path: Path) -> None:
+    store = open_directory(tmp_path / "store")
     write(store, [1])
     shutil.rmtree(tmp_path / "store")
     assert read(store, [1])[0] == ["missing"]
@@ -250,7 +237,7 @@ s3fs /mnt/fuse fuse.s3fs rw 0 0
 
 
 def open_guarded(root: Path) -> NetworkDirectoryStore:
-    return NetworkDirectoryStore(root, identity(), quota_bytes=QUOTA, io="plain", shared=True, owner="")
+    return NetworkDirectoryStore(root, identity(), quota_bytes=QUOTA, shared=True, owner="")
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import pytest
 
 from forebay import runtime
 from forebay.workers.engine import EngineError
-from forebay.workers.kv_tiers.object_store import THREADS, Bucket, Credentials, ObjectStore
+from forebay.workers.kv_tiers.object_store import THREADS, ObjectStore
 from forebay.workers.kv_tiers.offload_manager import open_store
-from forebay.workers.kv_tiers.settings import IoKind, TierSettings
+from forebay.workers.kv_tiers.settings import TierSettings
 from tests.workers.kv_tiers.buckets import BUCKET, KEYS, SILENT, FaultyServer, clear_bucket, client
 from tests.workers.kv_tiers.cases import (
     BLOCK_BYTES,
@@ -28,8 +28,8 @@ from tests.workers.kv_tiers.cases import (
 )
 
 
-def opened(endpoint: str, io: IoKind = "plain") -> ObjectStore:
-    return ObjectStore(URL, identity(), quota_bytes=QUOTA, io=io, endpoint=endpoint)
+def opened(endpoint: str) -> ObjectStore:
+    return ObjectStore(URL, identity(), quota_bytes=QUOTA, endpoint=endpoint)
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def proxy(endpoint: str) -> Iterator[FaultyServer]:
 
 
 @pytest.mark.parametrize(("status", "reason"), [(403, "denied"), (507, "full"), (500, "failed")])
-def test_a_bucket_that_fails_recovers(proxy: FaultyServer, io: IoKind, status: int, reason: str) -> None:
-    store = opened(proxy.endpoint, io)
+def test_a_bucket_that_fails_recovers(proxy: FaultyServer, status: int, reason: str) -> None:
+    store = opened(proxy.endpoint)
     write(store, [1])
     proxy.fault = status
     assert write(store, [2]) == [reason]
@@ -55,8 +55,8 @@ def test_a_bucket_that_fails_recovers(proxy: FaultyServer, io: IoKind, status: i
     store.close()
 
 
-def test_a_silent_bucket_costs_at_most_the_deadline(proxy: FaultyServer, io: IoKind) -> None:
-    store = opened(proxy.endpoint, io)
+def test_a_silent_bucket_costs_at_most_the_deadline(proxy: FaultyServer) -> None:
+    store = opened(proxy.endpoint)
     write(store, [1])
     proxy.fault = SILENT
     memory = bytearray(BLOCK_BYTES)
@@ -77,8 +77,8 @@ def test_requests_that_were_given_up_are_bounded(proxy: FaultyServer) -> None:
     store.close()
 
 
-def test_a_bucket_that_disappears_fails(endpoint: str, proxy: FaultyServer, io: IoKind) -> None:
-    store = opened(proxy.endpoint, io)
+def test_a_bucket_that_disappears_fails(endpoint: str, proxy: FaultyServer) -> None:
+    store = opened(proxy.endpoint)
     write(store, [1])
     clear_bucket(endpoint)
     client(endpoint).delete_bucket(Bucket=BUCKET)
@@ -87,12 +87,12 @@ def test_a_bucket_that_disappears_fails(endpoint: str, proxy: FaultyServer, io: 
         assert inventory(store) == set()
         store.remove([name_of(1)])
         with pytest.raises(EngineError, match="NoSuchBucket"):
-            opened(endpoint, io)
+            opened(endpoint)
     finally:
         client(endpoint).create_bucket(Bucket=BUCKET)
     proxy.close()
     with pytest.raises(EngineError, match=r"cannot use s3://kv-stores/some/prefix for KV blocks: .*127\.0\.0\.1"):
-        opened(proxy.endpoint, io)
+        opened(proxy.endpoint)
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///prefix", "s3://a", "s3://bucket name/x"])
@@ -101,27 +101,13 @@ def test_an_invalid_url_is_refused(url: str) -> None:
         open_store("store", TierSettings(store=url), identity())
 
 
-def test_missing_credentials_are_reported(
-    endpoint: str, io: IoKind, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_credentials_are_reported(endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in KEYS:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     with pytest.raises(EngineError, match="credentials"):
-        opened(endpoint, io)
-
-
-def test_credentials_that_change_are_used(endpoint: str, proxy: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Temporary credentials expire. boto3 renews them, and the agent of NIXL must follow."""
-    pytest.importorskip("nixl_cu12")
-    store = opened(proxy.endpoint, "nixl")
-    write(store, [1])
-    current = Credentials("other", "other-secret", "")
-    monkeypatch.setattr(Bucket, "credentials", lambda _self: current)
-    check_read(store, [1])
-    assert "Credential=other/" in proxy.authorizations[-1]
-    store.close()
+        opened(endpoint)
 
 
 PROMPT = range(6)

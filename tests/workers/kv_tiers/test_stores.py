@@ -20,7 +20,6 @@ from forebay.workers.kv_tiers.block_format import (
 )
 from forebay.workers.kv_tiers.block_store import BlockStore
 from forebay.workers.kv_tiers.identity import BlockName
-from forebay.workers.kv_tiers.settings import IoKind
 from tests.workers.kv_tiers.cases import (
     BLOCK_BYTES,
     Place,
@@ -91,9 +90,7 @@ def bad_file(reason: str, place: Place) -> bytes:
 
 
 def file_of(form: BlockFormat) -> bytes:
-    file = bytearray(FILE)
-    form.fill(memoryview(file), name_of(1), memoryview(content(1)))
-    return bytes(file)
+    return form.file(name_of(1), memoryview(content(1)))
 
 
 @pytest.mark.parametrize(
@@ -130,8 +127,8 @@ def check_miss(store: BlockStore, place: Place, reason: str) -> None:
 
 
 @pytest.fixture
-def directory(tmp_path: Path, io: IoKind) -> Place:
-    return Place(tmp_path, io, "")
+def directory(tmp_path: Path) -> Place:
+    return Place(tmp_path, "")
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ BYTES_MIN = 1_000_000  # a few blocks of a small model
 # the size or the path of one tier.
 KEYS = {
     "host": ("size", "write"),
-    "disk": ("path", "size", "write", "filter", "io"),
-    "store": ("path", "size", "endpoint", "write", "filter", "io"),
+    "disk": ("path", "size", "write", "filter"),
+    "store": ("path", "size", "endpoint", "write", "filter"),
 }
-VALUES = {"write": ("through", "eviction"), "filter": ("on", "off"), "io": ("nixl", "plain")}
+VALUES = {"write": ("through", "eviction"), "filter": ("on", "off")}
 KEY = re.compile(r",(?=[a-z]+=)")
 
 
@@ -37,7 +37,7 @@ class TierOptions:
             metavar="KIND:KEY=VALUE,...",
             help="Tier for KV: host:size=4GB, disk:path=DIR,size=100GB, or store:path=DIR,size=1TB, which workers"
             " share; its path may be s3://BUCKET/PREFIX, with endpoint=URL. write=eviction copies KV to the next tier"
-            " when it is evicted, filter=off also copies KV used once, io=plain moves it without NIXL. Repeatable.",
+            " when it is evicted, filter=off also copies KV used once. Repeatable.",
         ),
     ] = None
 
@@ -60,7 +60,6 @@ class TierOptions:
             store_endpoint=store.get("endpoint", ""),
             write="eviction" if others.get("write") == "eviction" else "through",
             filter=None if "filter" not in others else others["filter"] == "on",
-            io=None if "io" not in others else "plain" if others["io"] == "plain" else "nixl",
         )
 
 

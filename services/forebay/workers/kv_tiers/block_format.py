@@ -86,9 +86,8 @@ class BlockFormat:
             return "newer", b""
         return "foreign" if intact and version == FORMAT_VERSION else "corrupt", b""
 
-    def fill(self, file: memoryview, name: BlockName, block: memoryview) -> None:
-        file[:PAYLOAD_OFFSET] = self.head(name, checksum(block)).ljust(PAYLOAD_OFFSET, b"\0")
-        file[PAYLOAD_OFFSET:] = block
+    def file(self, name: BlockName, block: memoryview) -> bytes:
+        return self.head(name, checksum(block)).ljust(PAYLOAD_OFFSET, b"\0") + block
 
     def problem(self, file: memoryview, name: BlockName) -> str:
         """Return why the content of a file is not that of this block, one of `BAD_REASONS`; an empty text if it is."""

@@ -1,14 +1,13 @@
 """Store of KV blocks in a directory: the disk tier of one worker rank, or a store that workers share.
 
-Theory of operation. Two threads move the batches of a call: the caller and a helper. So the checksums of one batch
-overlap with the transfer of another one. A block is written to a temporary file, which is then renamed, so a reader
+Theory of operation. Two threads move the blocks of a large call: the caller and a helper. So the checksum of one block
+overlaps with the transfer of another one. A block is written to a temporary file, which is then renamed, so a reader
 never sees a part of a block. Files are not synchronized to the disk, so after a power loss a file may have any content.
 Readers therefore check the header and the checksum of every block. The modification time of a file is the time of its
 last use: reads update it, at most once per minute.
 """
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import logging
@@ -17,7 +16,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from forebay import runtime
 from forebay.workers.engine import EngineError
@@ -34,8 +33,6 @@ from forebay.workers.kv_tiers.block_store import (
     start_call,
 )
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
-from forebay.workers.kv_tiers.settings import IoKind
-from forebay.workers.kv_transfer.nixl_agent import load_nixl
 
 LOG = logging.getLogger(__name__)
 
@@ -43,18 +40,11 @@ LOCK_FILE = "owner.lock"
 QUOTA_LOCK = "quota.lock"
 BLOCK_FOLDER = re.compile(f"[0-9a-f]{{2}}|{QUARANTINE}")
 
-THREADS = 2  # per call: one transfers while the other opens files or computes checksums
-BATCH_BLOCKS = 128  # files that a thread has open at a time; a process may open 1,024 by default
-BATCH_BYTES = 32 << 20  # a deadline is checked between batches, and a slow disk moves this in a quarter of a second
 SPLIT_BYTES = 4 << 20  # less is moved by the caller alone, because starting a thread takes longer than it saves
 TOUCH_S = 60.0  # the time of last use of a file is updated at most this often, so that most reads write nothing
 READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC
 WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-
-NIXL_FAILURES_MAX = 8  # failed transfers, each of which leaves an agent behind, until plain I/O is used only
-ALL_MEMORY = 2**63 - 1  # bytes of a range with every address
-ALL_BYTES = 2**62  # of a range with every position in a file
 
 HANGING_MAX = 4  # calls to a network file system that may hang at a time
 GUARDED_BYTES = 64 << 20  # of memory per guarded call
@@ -64,15 +54,6 @@ MOUNTS = Path("/proc/self/mounts")  # per line: device, directory, type and opti
 NETWORK_TYPES = ("9p", "afs", "beegfs", "ceph", "cifs", "fuse", "gluster", "gpfs", "lustre", "nfs", "smb", "weka")
 
 T = TypeVar("T")
-Operation = Literal["READ", "WRITE"]
-# Consecutive bytes of a file, and the memory to read them into or to write them from: file descriptor, position in the
-# file, memory. A tuple, because creating a named tuple takes longer than moving some of the bytes.
-Segment = tuple[int, int, memoryview]
-
-_addressof, _from_buffer = ctypes.addressof, ctypes.c_char.from_buffer
-
-# Agents of failed transfers. They may still be written to, so they are kept for the life of the process.
-_left: list[object] = []
 
 
 class Directory:
@@ -175,13 +156,10 @@ class DirectoryStore(BlockStore):
     """Store of KV blocks of one identity in a directory, which is locked for this worker alone unless it is `shared`.
 
     `owner` names this worker in the error of another worker that uses the same directory. Raises EngineError if the
-    directory cannot be used or belongs to another worker, PackageMissing if NIXL is not installed.
+    directory cannot be used or belongs to another worker.
     """
 
-    def __init__(
-        self, root: Path, identity: KvIdentity, *, quota_bytes: int, io: IoKind, shared: bool, owner: str
-    ) -> None:
-        self._nixl = NixlFiles() if io == "nixl" else None
+    def __init__(self, root: Path, identity: KvIdentity, *, quota_bytes: int, shared: bool, owner: str) -> None:
         self._lock_fd = _lock_directory(root, owner, shared=shared)
         directory = Directory(root)
         try:
@@ -197,35 +175,27 @@ class DirectoryStore(BlockStore):
         self._touched_s = runtime.monotonic_s()
 
     def close(self) -> None:
-        if self._nixl is not None:
-            self._nixl.close()
         os.close(self._lock_fd)
 
     def _read(self, names: Sequence[BlockName], into: Sequence[memoryview], end_s: float) -> list[str]:
-        return self._in_batches(len(names), end_s, lambda at: self._read_batch(names[at], into[at]))
+        return self._move(len(names), end_s, lambda at: self._read_block(names[at], into[at]))
 
     def _write(self, blocks: Sequence[tuple[BlockName, memoryview]], end_s: float) -> tuple[list[str], list[BlockName]]:
         new: list[BlockName] = []
-        return self._in_batches(len(blocks), end_s, lambda at: self._write_batch(blocks[at], new)), new
+        suffix = f".{runtime.random_id()}{TEMPORARY}"
+        return self._move(len(blocks), end_s, lambda at: self._write_block(*blocks[at], suffix, new)), new
 
-    def _in_batches(self, count: int, end_s: float, act: Callable[[slice], list[str]]) -> list[str]:
-        """Move blocks in batches, by the calling thread and a helper. No batch is begun after `end_s`."""
+    def _move(self, count: int, end_s: float, move: Callable[[int], str]) -> list[str]:
+        """Move blocks one by one, by the calling thread and maybe a helper. No block is begun after `end_s`."""
         results = ["deadline"] * count
-        split = count * self._block_bytes >= SPLIT_BYTES
-        fair = -(-count // THREADS) if split else count
-        size = max(1, min(fair, BATCH_BLOCKS, BATCH_BYTES // self._block_bytes))
-        batches = iter([slice(at, at + size) for at in range(0, count, size)])
-        lock = threading.Lock()
+        places = iter(range(count))  # both threads take the next place from it
 
         def work() -> None:
-            while runtime.monotonic_s() < end_s:
-                with lock:
-                    batch = next(batches, None)
-                if batch is None:
-                    return
-                results[batch] = act(batch)
+            while runtime.monotonic_s() < end_s and (place := next(places, None)) is not None:
+                results[place] = move(place)
 
-        helper = start_call(work, "kv-store") if split and size < count else None
+        split = count > 1 and count * self._block_bytes >= SPLIT_BYTES
+        helper = start_call(work, "kv-store") if split else None
         try:
             work()
         finally:
@@ -233,105 +203,55 @@ class DirectoryStore(BlockStore):
                 helper.result()  # until then, it uses the caller's memory
         return results
 
-    def _read_batch(self, names: Sequence[BlockName], into: Sequence[memoryview]) -> list[str]:
-        results = [""] * len(names)
-        places: list[int] = []
-        checksums: list[bytes] = []
-        segments: list[Segment] = []
-        fds: list[int] = []
-        touched = self._recently_touched()
+    def _read_block(self, name: BlockName, into: memoryview) -> str:
         try:
-            for place, name in enumerate(names):
-                try:
-                    fd = os.open(self._file(name), READ_FLAGS)
-                    fds.append(fd)
-                    results[place], checksum = self._format.read_head(os.pread(fd, HEAD_BYTES, 0), name)
-                except OSError as error:
-                    results[place] = self._failure("read", error)
-                if results[place]:
-                    continue
-                places.append(place)
-                checksums.append(checksum)
-                segments.append((fd, PAYLOAD_OFFSET, into[place]))
-                if name.key not in touched:
-                    _touch(fd)
-                    touched.add(name.key)
-            self._transfer("READ", places, segments, results)
-            for place, (fd, _, block), checksum in zip(places, segments, checksums, strict=True):
-                if not results[place] and block_format.checksum(block) != checksum:
-                    # NIXL does not report short reads, so a truncated file is noticed here.
-                    results[place] = "truncated" if os.fstat(fd).st_size < self._format.file_bytes else "corrupt"
+            fd = os.open(self._file(name), READ_FLAGS)
+        except OSError as error:
+            return self._failure("read", error)
+        try:
+            problem, checksum = self._format.read_head(os.pread(fd, HEAD_BYTES, 0), name)
+            if problem:
+                return problem
+            if name.key not in (touched := self._recently_touched()):
+                _touch(fd)
+                touched.add(name.key)
+            _transfer(os.preadv, fd, into)
+        except OSError as error:
+            return self._failure("read", error)
         finally:
-            for fd in fds:
-                os.close(fd)
-        return results
+            os.close(fd)
+        return "" if block_format.checksum(into) == checksum else "corrupt"
 
-    def _write_batch(self, blocks: Sequence[tuple[BlockName, memoryview]], new: list[BlockName]) -> list[str]:
-        """Write the blocks that do not exist, and add them to `new`."""
-        results = [""] * len(blocks)
-        places: list[int] = []
-        segments: list[Segment] = []
-        suffix = f".{runtime.random_id()}{TEMPORARY}"
-        touched = self._recently_touched()
-        moved = False
+    def _write_block(self, name: BlockName, block: memoryview, suffix: str, new: list[BlockName]) -> str:
+        """Write a block that does not exist, and add it to `new`."""
+        path = self._file(name)
+        if self._exists(path, name):
+            return ""
         try:
-            for place, (name, block) in enumerate(blocks):
-                path = self._file(name)
-                if self._exists(path, name, touched):
-                    continue
-                try:
-                    fd = _create(path + suffix)
-                except FileExistsError:
-                    continue  # the same block twice in one call
-                except OSError as error:
-                    results[place] = self._failure("write", error)
-                    continue
-                places.append(place)
-                segments.append((fd, PAYLOAD_OFFSET, block))
-                try:
-                    os.pwrite(fd, self._format.head(name, block_format.checksum(block)), 0)
-                except OSError as error:
-                    results[place] = self._failure("write", error)
-            self._transfer("WRITE", places, segments, results)
-            moved = True
-        finally:
-            for place, (fd, _, _) in zip(places, segments, strict=True):
-                os.close(fd)
-                name = blocks[place][0]
-                path = self._file(name)
-                if not results[place]:
-                    results[place] = self._publish(path, suffix) if moved else "failed"
-                if results[place]:
-                    with contextlib.suppress(OSError):
-                        os.unlink(path + suffix)
-                else:
-                    new.append(name)
-                    touched.add(name.key)
-        return results
-
-    def _transfer(self, operation: Operation, places: list[int], segments: list[Segment], results: list[str]) -> None:
-        """Move blocks by NIXL, or else by system calls, and set the results of those that cannot be moved."""
-        done = bool(segments) and self._nixl is not None and self._nixl.transfer(operation, segments)
-        for place, segment in zip(places, segments, strict=True):
-            fd = segment[0]
-            try:
-                # NIXL does not report short writes, but they show in the size.
-                if not done or (operation == "WRITE" and os.lseek(fd, 0, os.SEEK_END) != self._format.file_bytes):
-                    _transfer_plainly(operation, segment)
-            except OSError as error:
-                results[place] = self._failure(operation.lower(), error)
-                if operation == "WRITE":
-                    with contextlib.suppress(OSError):
-                        os.ftruncate(fd, 0)  # on a full disk, this makes room for the next block
-
-    def _publish(self, path: str, suffix: str) -> str:
-        try:
-            os.rename(path + suffix, path)
+            fd = _create(path + suffix)
+        except FileExistsError:
+            return ""  # the same block twice in one call
         except OSError as error:
             return self._failure("write", error)
-        return ""
+        result = "failed"
+        try:
+            os.pwrite(fd, self._format.head(name, block_format.checksum(block)), 0)
+            _transfer(os.pwritev, fd, block)
+            os.rename(path + suffix, path)
+            result = ""
+        except OSError as error:
+            result = self._failure("write", error)
+        finally:
+            os.close(fd)
+            if result:
+                with contextlib.suppress(OSError):
+                    os.unlink(path + suffix)
+        if not result:
+            new.append(name)
+            self._recently_touched().add(name.key)
+        return result
 
-    def _exists(self, path: str, name: BlockName, touched: set[bytes]) -> bool:
+    def _exists(self, path: str, name: BlockName) -> bool:
         """Return whether a file exists. It is needed again, so the time of its last use is updated."""
         if not os.access(path, os.F_OK):  # half the time of `stat` for a file that does not exist
             return False
@@ -340,7 +260,7 @@ class DirectoryStore(BlockStore):
                 return False
         except OSError:
             return False
-        if name.key not in touched:
+        if name.key not in (touched := self._recently_touched()):
             _touch(path)
             touched.add(name.key)
         return True
@@ -440,102 +360,14 @@ class NetworkDirectoryStore(DirectoryStore):
             return otherwise
 
 
-class NixlFiles:
-    """Moves bytes between memory and open files by NIXL's POSIX plugin. Thread-safe.
-
-    Theory of operation. A NIXL agent must be used by one thread at a time, so each call borrows an agent from a pool.
-    The plugin reports a failed transfer as a whole, without an error number. It also may complete the remaining
-    descriptors of that transfer later, so the agent of a failed transfer is never used again. The caller then repeats
-    the transfer by system calls, which fail with the error number of the one file at fault.
-    """
-
-    def __init__(self) -> None:
-        self._nixl = load_nixl("KV tiers")
-        self._idle: list[_Agent] = []
-        self._lock = threading.Lock()
-        self._failures = 0
-
-    def transfer(self, operation: Operation, segments: Sequence[Segment]) -> bool:
-        """Move all segments. Return False if that failed, after which the memory or the files have any content."""
-        if self._failures >= NIXL_FAILURES_MAX:
-            return False
-        agent = None
-        try:
-            with self._lock:
-                agent = self._idle.pop() if self._idle else None
-            agent = agent or _Agent(self._nixl)
-            agent.transfer(operation, segments)
-        except Exception as error:  # noqa: BLE001 - NIXL's own classes; the caller repeats the transfer by plain I/O
-            _left.append(agent)
-            self._failures += 1
-            LOG.info("NIXL failed to %s %d segments: %s", operation.lower(), len(segments), error)
-            if self._failures == NIXL_FAILURES_MAX:
-                LOG.warning("NIXL failed %d file transfers; this worker uses plain I/O from now on", NIXL_FAILURES_MAX)
-            return False
-        with self._lock:
-            self._idle.append(agent)
-        return True
-
-    def close(self) -> None:
-        with self._lock:
-            self._idle.clear()
-
-
-class _Agent:
-    """NIXL agent with the POSIX plugin.
-
-    That plugin keeps nothing about memory and files: NIXL only checks that a transfer is within a registered range.
-    Registering each block and file would take as long as moving 10 KiB, so the agent registers all memory at once, and
-    each file descriptor when it is first used.
-    """
-
-    def __init__(self, nixl: Any) -> None:
-        config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
-        self._agent = nixl.nixl_agent("forebay-tiers", config)
-        self._agent.create_backend("POSIX", {"use_aio": "true"})
-        self._agent.register_memory([(0, ALL_MEMORY, 0, "")], mem_type="DRAM")
-        self._fds: set[int] = set()
-
-    def transfer(self, operation: Operation, segments: Sequence[Segment]) -> None:
-        """Move all segments. Raises an exception of NIXL if that fails."""
-        agent = self._agent
-        files = [(offset, len(memory), fd) for fd, offset, memory in segments]
-        if new := {fd for fd, _, _ in segments} - self._fds:
-            agent.register_memory([(0, ALL_BYTES, fd, "") for fd in new], mem_type="FILE")
-            self._fds |= new
-        handle = agent.initialize_xfer(
-            operation,
-            agent.get_xfer_descs([(address(memory), len(memory), 0) for _, _, memory in segments], mem_type="DRAM"),
-            agent.get_xfer_descs(files, mem_type="FILE"),
-            agent.name,
-            b"",
-        )
-        state = agent.transfer(handle)
-        while state == "PROC":
-            state = agent.check_xfer_state(handle)
-        agent.release_xfer_handle(handle)
-        if state != "DONE":
-            raise OSError(errno.EIO, f"the state of the transfer is {state}")
-
-
-def address(memory: memoryview) -> int:
-    if memory.readonly:
-        import numpy  # noqa: PLC0415 - an extra, which NIXL needs
-
-        return int(numpy.frombuffer(memory, dtype=numpy.uint8).ctypes.data)
-    return _addressof(_from_buffer(memory))  # a fifth of the time of numpy
-
-
-def _transfer_plainly(operation: Operation, segment: Segment) -> None:
-    """Move one segment by system calls. Raises OSError, with ENODATA at the end of the file."""
-    call = os.preadv if operation == "READ" else os.pwritev
-    fd, offset, memory = segment
-    count = call(fd, [memory], offset)
-    while count < len(memory):
-        moved = call(fd, [memory[count:]], offset + count)
-        if moved == 0:
+def _transfer(call: Callable[[int, list[memoryview], int], int], fd: int, memory: memoryview) -> None:
+    """Read or write the block of a file. Raises OSError, with ENODATA at the end of the file."""
+    moved = 0
+    while moved < len(memory):
+        count = call(fd, [memory[moved:]], PAYLOAD_OFFSET + moved)
+        if count == 0:
             raise OSError(errno.ENODATA, "the file ends")
-        count += moved
+        moved += count
 
 
 def _reason(error: OSError) -> str:

@@ -1,17 +1,14 @@
 """Store of KV blocks in an S3 bucket, which workers share.
 
-Theory of operation. Blocks are moved by NIXL's OBJ plugin or by boto3, many at a time. A transfer uses memory of its
-own, so a caller can give a transfer up at a deadline: neither boto3 nor NIXL can cancel it. Transfers that were
-abandoned are bounded, because they keep their memory or thread until they end. Copying a block afterwards takes a
-hundredth of the time of a fast network. NIXL reports neither why a transfer failed, nor that an object was shorter than
-expected, so boto3 repeats what fails. Requests that move no blocks always use boto3.
+Theory of operation. Blocks are moved by boto3, many at a time, each on a thread of its own. A transfer uses memory of
+its own, so a caller can give it up at a deadline: boto3 cannot cancel it. Transfers that were abandoned are bounded,
+because they keep their memory and thread until they end. Copying a block afterwards takes a hundredth of the time of a
+fast network.
 
 S3 does not record reads, so if the bucket exceeds its quota, the blocks that were written first are removed first.
 """
 
 import contextlib
-import logging
-import os
 import re
 import threading
 import time
@@ -20,11 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 from forebay import runtime
 from forebay.workers.engine import EngineError, PackageMissing
-from forebay.workers.kv_tiers.block_format import HEAD_BYTES, PAYLOAD_OFFSET
+from forebay.workers.kv_tiers.block_format import PAYLOAD_OFFSET
 from forebay.workers.kv_tiers.block_store import (
     DESCRIPTION_BYTES_MAX,
     IDENTITY_NAME,
@@ -33,12 +30,7 @@ from forebay.workers.kv_tiers.block_store import (
     StoredFile,
     start_call,
 )
-from forebay.workers.kv_tiers.disk import address
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
-from forebay.workers.kv_tiers.settings import IoKind
-from forebay.workers.kv_transfer.nixl_agent import load_nixl
-
-LOG = logging.getLogger(__name__)
 
 URL = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9.\-]{1,61}[A-Za-z0-9])(?:/(.*))?")
 CONNECT_S = 3.0
@@ -46,8 +38,6 @@ READ_S = 10.0  # without a byte of a response
 TRIES = 2  # per request; the caller may compute instead of waiting
 THREADS = 16  # concurrent requests; each waits for the network most of the time
 DELETE_MAX = 1000  # objects per request, a limit of S3
-SLOT_BYTES = 128 << 20  # memory of the transfers by NIXL
-SLOTS_MAX = 64
 POLL_S = 0.0005
 KNOWN_MAX = 1_000_000  # keys of blocks that this process believes to be in the bucket, 100 MB
 
@@ -63,16 +53,7 @@ REASONS = {
 }  # fmt: skip
 NO_OPTIONS: Mapping[str, str] = {}
 
-# Agents with transfers in flight when they were closed. Releasing them would wait for these transfers.
-_left: list[object] = []
-
-
-class Credentials(NamedTuple):
-    """Credentials of requests, in the order of NIXL's parameters `access_key`, `secret_key` and `session_token`."""
-
-    access_key: str
-    secret_key: str
-    session_token: str
+T = TypeVar("T")
 
 
 class Bucket:
@@ -99,7 +80,6 @@ class Bucket:
         self.name = found[1]
         prefix = (found[2] or "").strip("/")
         self.prefix = f"{prefix}/" if prefix else ""
-        self._session = boto3.session.Session()
         config = Config(
             connect_timeout=CONNECT_S,
             read_timeout=READ_S,
@@ -112,34 +92,18 @@ class Bucket:
         )
         self._errors = (BotoCoreError, ClientError, OSError)  # OSError: a connection that breaks during a read
         try:
-            self._client = self._session.client("s3", endpoint_url=endpoint or None, config=config)
+            self._client = boto3.session.Session().client("s3", endpoint_url=endpoint or None, config=config)
         except (*self._errors, ValueError) as error:
             raise EngineError(f"cannot use {url}: {error}") from error
-        self.endpoint = str(self._client.meta.endpoint_url)
-        self.region = str(self._client.meta.region_name)
-        self.is_custom = bool(endpoint) or "amazonaws.com" not in self.endpoint
-
-    def credentials(self) -> Credentials:
-        """Return the current credentials. Raises StorageError if there are none."""
-        with self._explained("find credentials for", ""):
-            found = self._session.get_credentials()
-        if found is None:
-            raise StorageError(
-                f"there are no credentials for {self.place}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or"
-                " configure a profile",
-                "denied",
-            )
-        frozen = found.get_frozen_credentials()
-        return Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
 
     def get(self, path: str, limit: int = DESCRIPTION_BYTES_MAX) -> bytes:
         with self._explained("read", path):
             return bytes(self._client.get_object(**self._at(path))["Body"].read(limit))
 
-    def put(self, path: str, content: bytes | memoryview, options: Mapping[str, str] = NO_OPTIONS) -> None:
+    def put(self, path: str, content: bytes, options: Mapping[str, str] = NO_OPTIONS) -> None:
         """Write an object with further arguments of boto3's `put_object`. Raises StorageError."""
         with self._explained("write", path):
-            self._client.put_object(**self._at(path), Body=bytes(content), **options)
+            self._client.put_object(**self._at(path), Body=content, **options)
 
     def create(self, path: str, content: bytes) -> None:
         try:
@@ -211,205 +175,17 @@ class Bucket:
             raise StorageError(f"cannot {verb} {where}: {error}", _reason(code)) from error
 
 
-class Boto3Transfers:
-    """Moves objects of `size` bytes by boto3, one thread per transfer. Thread-safe."""
-
-    def __init__(self, bucket: Bucket, size: int) -> None:
-        self._bucket = bucket
-        self._size = size
-        self._free = threading.Semaphore(THREADS)
-
-    def start(self, path: str, fill: Callable[[memoryview], None] | None) -> Future[memoryview] | None:
-        """Begin a transfer. Return None while too many transfers are in flight.
-
-        `fill` writes the content of a new object, before this method returns. If it is None, the object is read.
-        """
-        if not self._free.acquire(blocking=False):
-            return None
-        content = memoryview(bytearray(self._size))
-        if fill is not None:
-            fill(content)
-
-        def move() -> memoryview:
-            if fill is None:
-                return memoryview(self._bucket.get(path, self._size))
-            self._bucket.put(path, content)
-            return content
-
-        future = start_call(move, "kv-bucket")
-        future.add_done_callback(lambda _: self._free.release())
-        return future
-
-    def result(self, transfer: Future[memoryview]) -> memoryview | StorageError | None:
-        """Return the content of the object, or why the transfer failed; None while it is in flight."""
-        if not transfer.done():
-            return None
-        error = transfer.exception()
-        if error is None:
-            return transfer.result()
-        return error if isinstance(error, StorageError) else StorageError(repr(error), "failed")
-
-    def end(self, transfer: Future[memoryview]) -> None:
-        """Release the memory of a transfer. One in flight is abandoned; its thread ends by the timeouts of boto3."""
-
-
-class _Slot:
-    def __init__(self, number: int, memory: memoryview) -> None:
-        self.number = number
-        self.memory = memory
-        self.handle: Any = None
-        self.object: Any = None
-
-
-class NixlTransfers:
-    """Moves objects of `size` bytes by NIXL's OBJ plugin, with the interface of `Boto3Transfers`.
-
-    Raises StorageError if there are no credentials.
-    """
-
-    def __init__(self, bucket: Bucket, size: int) -> None:
-        import numpy  # noqa: PLC0415 - an extra
-
-        self._nixl = load_nixl("KV tiers")
-        self._bucket = bucket
-        self._size = size
-        count = max(1, min(SLOTS_MAX, SLOT_BYTES // size))
-        self._memory = memoryview(numpy.zeros(count * size, dtype=numpy.uint8))  # type: ignore[arg-type]
-        self._slots = [_Slot(number, self._memory[number * size : (number + 1) * size]) for number in range(count)]
-        self._free = list(self._slots)
-        self._abandoned: list[_Slot] = []
-        self._lock = threading.Lock()  # an agent must be used by one thread at a time
-        self._credentials = bucket.credentials()
-        self._agent = self._new_agent(self._credentials)
-
-    def start(self, path: str, fill: Callable[[memoryview], None] | None) -> _Slot | None:
-        with self._lock:
-            self._reap()
-            if not self._free:
-                return None
-            slot = self._free.pop()
-        if fill is not None:
-            fill(slot.memory)
-        else:
-            # NIXL does not report that an object is too short. The end of an earlier one must not complete it.
-            slot.memory[:HEAD_BYTES] = bytes(HEAD_BYTES)
-            slot.memory[-1:] = b"\0"
-        with self._lock:
-            try:
-                self._renew_credentials()
-                self._post("READ" if fill is None else "WRITE", path, slot)
-            except Exception as error:  # noqa: BLE001 - NIXL's own classes; the slot counts as failed
-                LOG.info("NIXL failed to start a transfer: %s", error)
-                self._clear(slot)
-        return slot
-
-    def result(self, transfer: _Slot) -> memoryview | StorageError | None:
-        with self._lock:
-            done = self._is_done(transfer)
-        if done is None:
-            return None
-        return transfer.memory if done else StorageError("NIXL does not tell why", "failed")
-
-    def end(self, transfer: _Slot) -> None:
-        with self._lock:
-            if self._is_done(transfer) is None:
-                self._abandoned.append(transfer)
-            else:
-                self._release(transfer)
-
-    def close(self) -> None:
-        """Release the agent, unless a transfer that was abandoned is still in flight."""
-        with self._lock:
-            self._reap()
-            if len(self._free) < len(self._slots):
-                _left.append((self._agent, self._slots, self._memory))
-            self._agent = None
-
-    def _post(self, operation: str, path: str, slot: _Slot) -> None:
-        agent = self._agent
-        slot.object = agent.register_memory([(0, self._size, slot.number, self._bucket.prefix + path)], mem_type="OBJ")
-        slot.handle = agent.initialize_xfer(
-            operation,
-            agent.get_xfer_descs([(address(slot.memory), self._size, 0)], mem_type="DRAM"),
-            agent.get_xfer_descs([(0, self._size, slot.number)], mem_type="OBJ"),
-            agent.name,
-            b"",
-        )
-        agent.transfer(slot.handle)
-
-    def _is_done(self, slot: _Slot) -> bool | None:
-        """Return whether a transfer has succeeded; None while it is in flight."""
-        if slot.handle is None:
-            return False
-        try:
-            state = self._agent.check_xfer_state(slot.handle)
-        except Exception as error:  # noqa: BLE001 - NIXL's own classes
-            LOG.info("a transfer by NIXL failed: %s", error)
-            return False
-        return None if state == "PROC" else state == "DONE"
-
-    def _release(self, slot: _Slot) -> None:
-        self._clear(slot)
-        self._free.append(slot)
-
-    def _clear(self, slot: _Slot) -> None:
-        if slot.handle is not None:
-            self._agent.release_xfer_handle(slot.handle)
-        if slot.object is not None:
-            self._agent.deregister_memory(slot.object)
-        slot.handle = slot.object = None
-
-    def _reap(self) -> None:
-        """Release the abandoned transfers that have ended."""
-        ended = [slot for slot in self._abandoned if self._is_done(slot) is not None]
-        for slot in ended:
-            self._abandoned.remove(slot)
-            self._release(slot)
-
-    def _renew_credentials(self) -> None:
-        """Create a new agent if the credentials have changed, because temporary ones expire."""
-        found = self._bucket.credentials()
-        if found != self._credentials and len(self._free) == len(self._slots) - 1:
-            self._agent = self._new_agent(found)
-            self._credentials = found
-
-    def _new_agent(self, credentials: Credentials) -> Any:
-        bucket = self._bucket
-        options = {
-            "bucket": bucket.name,
-            "scheme": "http" if bucket.endpoint.startswith("http:") else "https",
-            "region": bucket.region,
-            "use_virtual_addressing": "false",
-            # Blocks have checksums of their own, and not every server knows those of newer SDKs.
-            "req_checksum": "required",
-            "resp_checksum": "required",
-            "num_threads": str(THREADS),
-            **{key: value for key, value in credentials._asdict().items() if value},
-        }
-        if bucket.is_custom:
-            options["endpoint_override"] = bucket.endpoint
-        config = self._nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
-        agent = self._nixl.nixl_agent("forebay-bucket", config)
-        with _variables(AWS_RETRY_MODE="standard", AWS_MAX_ATTEMPTS=str(TRIES)):
-            agent.create_backend("OBJ", options)
-        agent.register_memory([(address(self._memory), len(self._memory), 0, "")], mem_type="DRAM")
-        return agent
-
-
 class ObjectStore(BlockStore):
     """Store of KV blocks of one identity in a bucket. See `Bucket` for `url` and `endpoint`.
 
-    Raises EngineError if the bucket cannot be used, PackageMissing if boto3 or NIXL is not installed.
+    Raises EngineError if the bucket cannot be used, PackageMissing if boto3 is not installed.
     """
 
-    def __init__(self, url: str, identity: KvIdentity, *, quota_bytes: int, io: IoKind, endpoint: str = "") -> None:
+    def __init__(self, url: str, identity: KvIdentity, *, quota_bytes: int, endpoint: str = "") -> None:
         bucket = Bucket(url, endpoint)
         super().__init__(bucket, identity, quota_bytes)
-        try:
-            self._nixl = NixlTransfers(bucket, self._format.file_bytes) if io == "nixl" else None
-        except StorageError as error:
-            raise EngineError(f"cannot use {url} for KV blocks: {error}") from error
-        self._boto3 = Boto3Transfers(bucket, self._format.file_bytes)
+        self._bucket = bucket
+        self._free = threading.Semaphore(THREADS)
         self._known: dict[bytes, None] = {}
 
     def inventory(self) -> Iterator[list[BlockName]]:
@@ -418,94 +194,69 @@ class ObjectStore(BlockStore):
             yield page
 
     def close(self) -> None:
-        """Release the agent of NIXL, without waiting for requests that were abandoned."""
-        if self._nixl is not None:
-            self._nixl.close()
+        """Do nothing. The threads of requests that were abandoned end by the timeouts of boto3."""
 
     def _read(self, names: Sequence[BlockName], into: Sequence[memoryview], end_s: float) -> list[str]:
-        def take(place: int, content: memoryview) -> str:
-            problem = self._format.problem(content, names[place])
+        def begin(at: int) -> Callable[[], bytes]:
+            return partial(self._bucket.get, self._path(names[at]), self._format.file_bytes)
+
+        def finish(at: int, content: bytes) -> str:
+            problem = self._format.problem(memoryview(content), names[at])
             if not problem:
-                into[place][:] = content[PAYLOAD_OFFSET : self._format.file_bytes]
+                into[at][:] = memoryview(content)[PAYLOAD_OFFSET:]
             return problem
 
-        results = self._move(names, None, take, end_s)
+        results = self._transfer(len(names), begin, finish, end_s)
         missing = [name for name, reason in zip(names, results, strict=True) if reason == "missing"]
         self._forget([name for name in missing if name.key in self._known])
         return results
 
     def _write(self, blocks: Sequence[tuple[BlockName, memoryview]], end_s: float) -> tuple[list[str], list[BlockName]]:
-        new = [(place, name) for place, (name, _) in enumerate(blocks) if name.key not in self._known]
-        names = [name for _, name in new]
+        new = [place for place, (name, _) in enumerate(blocks) if name.key not in self._known]
 
-        def fill(at: int, memory: memoryview) -> None:
-            self._format.fill(memory, names[at], blocks[new[at][0]][1])
+        def begin(at: int) -> Callable[[], None]:
+            name, block = blocks[new[at]]
+            return partial(self._bucket.put, self._path(name), self._format.file(name, block))
 
         results = [""] * len(blocks)
-        for (place, _), reason in zip(new, self._move(names, fill, lambda *_: "", end_s), strict=True):
+        for place, reason in zip(new, self._transfer(len(new), begin, lambda *_: "", end_s), strict=True):
             results[place] = reason
-        written = [name for place, name in new if not results[place]]
+        written = [blocks[place][0] for place in new if not results[place]]
         self._learn(written)
         return results, written
 
-    def _move(
-        self,
-        names: Sequence[BlockName],
-        fill: Callable[[int, memoryview], None] | None,
-        finish: Callable[[int, memoryview], str],
-        end_s: float,
+    def _transfer(
+        self, count: int, begin: Callable[[int], Callable[[], T]], finish: Callable[[int, T], str], end_s: float
     ) -> list[str]:
-        """Transfer objects, and repeat by boto3 what fails by NIXL. Return the reasons of failures.
+        """Run `count` requests, each on a thread of its own. Return the reasons of failures.
 
         Args:
-            fill: writes the content of the object at an index into memory; None to read objects.
-            finish: takes the content of the object at an index, and returns why it is bad, or an empty text.
+            begin: returns the request at an index, which does not use the memory of the caller.
+            finish: takes the result of the request at an index, and returns why it is bad, or an empty text.
             end_s: no result is awaited after this time.
         """
-        results = ["deadline"] * len(names)
-        if self._nixl is not None:
-            self._transfer(self._nixl, names, range(len(names)), fill, finish, end_s, results)
-        failed = [place for place, reason in enumerate(results) if reason]
-        for place in failed:
-            results[place] = "deadline"
-        self._transfer(self._boto3, names, failed, fill, finish, end_s, results)
+        results = ["deadline"] * count
+        waiting = deque(range(count))
+        running: dict[int, Future[T]] = {}
+        while (waiting or running) and runtime.monotonic_s() < end_s:
+            while waiting and self._free.acquire(blocking=False):
+                place = waiting.popleft()
+                running[place] = start_call(begin(place), "kv-bucket")
+                running[place].add_done_callback(lambda _: self._free.release())
+            ended = [place for place, future in running.items() if future.done()]
+            for place in ended:
+                results[place] = self._result(running.pop(place), partial(finish, place))
+            if not ended:
+                time.sleep(POLL_S)
         return results
 
-    def _transfer(
-        self,
-        transfers: "Boto3Transfers | NixlTransfers",
-        names: Sequence[BlockName],
-        places: Iterable[int],
-        fill: Callable[[int, memoryview], None] | None,
-        finish: Callable[[int, memoryview], str],
-        end_s: float,
-        results: list[str],
-    ) -> None:
-        waiting = deque(places)
-        running: dict[int, Any] = {}
-        try:
-            while (waiting or running) and runtime.monotonic_s() < end_s:
-                while waiting:
-                    place = waiting[0]
-                    transfer = transfers.start(self._path(names[place]), fill and partial(fill, place))
-                    if transfer is None:
-                        break
-                    running[waiting.popleft()] = transfer
-                ended = {place: transfers.result(transfer) for place, transfer in running.items()}
-                ended = {place: found for place, found in ended.items() if found is not None}
-                for place, found in ended.items():
-                    if isinstance(found, StorageError):
-                        results[place] = found.reason
-                        if transfers is self._boto3 and found.reason != "missing":
-                            self._warn("%s", found)
-                    elif found is not None:
-                        results[place] = finish(place, found)
-                    transfers.end(running.pop(place))
-                if not ended:
-                    time.sleep(POLL_S)
-        finally:
-            for transfer in running.values():
-                transfers.end(transfer)
+    def _result(self, future: Future[T], finish: Callable[[T], str]) -> str:
+        if (error := future.exception()) is None:
+            return finish(future.result())
+        reason = error.reason if isinstance(error, StorageError) else "failed"
+        if reason != "missing":
+            self._warn("%s", error)
+        return reason
 
     def _learn(self, names: Iterable[BlockName]) -> None:
         with self._lock:
@@ -522,15 +273,3 @@ class ObjectStore(BlockStore):
 
 def _reason(code: str) -> str:
     return next((reason for reason, codes in REASONS.items() if code in codes), "failed")
-
-
-@contextlib.contextmanager
-def _variables(**wanted: str) -> Iterator[None]:
-    """Set environment variables that are not set. The AWS SDK of NIXL has no other way to limit its retries."""
-    new = {name: text for name, text in wanted.items() if name not in os.environ}
-    os.environ.update(new)
-    try:
-        yield
-    finally:
-        for name in new:
-            del os.environ[name]

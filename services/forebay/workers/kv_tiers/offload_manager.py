@@ -5,12 +5,10 @@ transfer calls `wake`, and the owner then calls `poll`, which applies the end of
 suspended: its blocks are not matched and nothing is written to it, until it is tried again.
 """
 
-import logging
 import os
 import socket
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +25,7 @@ from forebay.workers.kv_tiers.disk import DirectoryStore, NetworkDirectoryStore,
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
 from forebay.workers.kv_tiers.metrics import TierCounters
 from forebay.workers.kv_tiers.object_store import ObjectStore
-from forebay.workers.kv_tiers.settings import IoKind, TierSettings
+from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.kv_tiers.transfers import (
     Blocks,
     HostMemory,
@@ -37,8 +35,6 @@ from forebay.workers.kv_tiers.transfers import (
     TransferLanes,
     hashes,
 )
-
-LOG = logging.getLogger(__name__)
 
 TIERS: tuple[LowerTier, ...] = ("host", "disk", "store")
 OWN_TIERS: tuple[Literal["host", "disk"], ...] = ("host", "disk")  # the shared store belongs to no worker
@@ -326,24 +322,16 @@ def open_store(
 
     Raises EngineError if that fails, PackageMissing if a package that the store needs is not installed.
     """
-    io = settings.io or _default_io()
     place, quota = settings.store, settings.store_bytes
     if tier == "store" and place.startswith("s3://"):
-        return ObjectStore(place, identity, quota_bytes=quota, io=io, endpoint=settings.store_endpoint)
+        return ObjectStore(place, identity, quota_bytes=quota, endpoint=settings.store_endpoint)
     root = Path(place)
     if tier == "disk":
         assert settings.disk is not None
         root, quota = settings.disk, settings.disk_bytes
     owner = owner or f"process {os.getpid()} on {socket.gethostname()}"
     kind = NetworkDirectoryStore if may_hang(root) else DirectoryStore
-    return kind(root, identity, quota_bytes=quota, io=io, shared=tier == "store", owner=owner)
-
-
-def _default_io() -> IoKind:
-    if find_spec("nixl_cu12") is not None and find_spec("numpy") is not None:
-        return "nixl"
-    LOG.info("KV blocks are moved by plain I/O, because NIXL is not installed")
-    return "plain"
+    return kind(root, identity, quota_bytes=quota, shared=tier == "store", owner=owner)
 
 
 def _tier_set(settings: TierSettings, identity: KvIdentity, *, reports_evictions: bool) -> TierSet:

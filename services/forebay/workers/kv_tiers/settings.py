@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-IoKind = Literal["nixl", "plain"]
-
 DISK_BYTES = 100 * 10**9
 STORE_BYTES = 1000 * 10**9
 
@@ -24,7 +22,6 @@ class TierSettings:
         write: when blocks are offloaded: as soon as the tier above has them, or when that tier evicts them.
         filter: whether disk and store accept only blocks that were used at least twice; None to filter if there is a
             host tier.
-        io: how bytes are moved; None for NIXL if it is installed, otherwise plain I/O.
     """
 
     host_bytes: int = 0
@@ -35,7 +32,6 @@ class TierSettings:
     store_endpoint: str = ""
     write: Literal["through", "eviction"] = "through"
     filter: bool | None = None
-    io: IoKind | None = None
     read_s: float = 5.0
     write_s: float = 30.0
 
