@@ -182,7 +182,7 @@ async def test_state_while_kv_is_computed_retained_and_fetched() -> None:
     report(made, PrefillFinished)
     assert (await explained(made)).state == "waiting"
     (facts,) = requests_of(made.world, {})
-    assert (facts.phase, facts.kept_by, facts.kept_for_us) == ("waiting", "p", LEASE_US)
+    assert (facts.phase, facts.kept_by) == ("waiting", "p")
     assert [(one.role, one.disagg is None) for one in pools_of(made.world)] == [("decode", False), ("prefill", True)]
     join_decoder(made)
     assert (await explained(made)).state == "transfer"

@@ -119,18 +119,12 @@ class HeldFacts(Fact, frozen=True, kw_only=True):
 
 
 class ClassFacts(Fact, frozen=True, kw_only=True):
-    """A queue class of a pool: one of several queues that take turns, each with a budget of tokens per turn.
-
-    Each turn of the class adds `quantum` tokens to `deficit`, the tokens that it may still spend in this turn.
-    """
+    """A queue class of a pool: one of several queues that take turns."""
 
     pool: str
     name: str
     uncached_tokens_min: int
     policy: QueuePolicy
-    quantum: int
-    deficit: int
-    served_last: bool
     waiting: list[HeldFacts]
 
 
@@ -152,7 +146,6 @@ class RequestFacts(Fact, frozen=True, kw_only=True):
     age_us: int | None
     due_in_us: int
     kept_by: str = ""
-    kept_for_us: int = 0
 
 
 class LaterFacts(Fact, frozen=True, kw_only=True):
@@ -276,17 +269,13 @@ def queues_of(world: World) -> list[ClassFacts]:
     found = []
     for turns in world.queues.snapshot():
         config = world.pools[turns.pool].router.queue
-        lines = zip(world.queues.in_order(turns.pool), turns.classes, strict=True)
-        for at, ((kind, waiting), share) in enumerate(lines):
+        for kind, waiting in world.queues.in_order(turns.pool):
             found.append(
                 ClassFacts(
                     pool=turns.pool,
                     name=kind.name,
                     uncached_tokens_min=kind.uncached_tokens_min,
                     policy=kind.policy or config.policy,
-                    quantum=kind.quantum,
-                    deficit=share.deficit,
-                    served_last=at == turns.turn,
                     waiting=[
                         HeldFacts(
                             request_id=held.request_id,
@@ -343,5 +332,4 @@ def _request(world: World, request: ActiveRequest, timeout_us: int | None) -> Re
         age_us=None if timeout_us is None else timeout_us - due_in_us,
         due_in_us=due_in_us,
         kept_by="" if kept is None else kept.worker_id,
-        kept_for_us=0 if kept is None else request.prefilled_due_us - world.now_us,
     )

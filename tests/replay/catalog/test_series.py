@@ -56,9 +56,7 @@ class Reference:
                 return sum(self.counts[name][second] for second in seconds) / len(seconds)
 
             assert found.requests_per_s[number] == pytest.approx(rate("submitted"))
-            assert found.finished_per_s[number] == pytest.approx(rate("finished"))
             assert found.failed_per_s[number] == pytest.approx(rate("failed"))
-            assert found.output_tokens_per_s[number] == pytest.approx(rate("output_tokens"))
             prompt = rate("prompt_tokens")
             assert found.hit_rate[number] == (pytest.approx(rate("cached_tokens") / prompt) if prompt else None)
             quantiles = {
@@ -98,8 +96,6 @@ async def reference_of(log: SqliteLog, partition: int) -> Reference:
                     reference.count("prompt_tokens", now_us, prompt_tokens)
                     reference.count("cached_tokens", now_us, min(event.cached_tokens, prompt_tokens))
             case RequestFinished() if on.get(event.request_id) == current:
-                reference.count("finished", now_us)
-                reference.count("output_tokens", now_us, event.output_tokens)
                 if event.request_id in first_us and event.output_tokens > 1:
                     reference.add("itl", now_us, (now_us - first_us[event.request_id]) / (event.output_tokens - 1))
                 del on[event.request_id]

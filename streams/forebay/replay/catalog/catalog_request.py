@@ -43,7 +43,6 @@ COLUMNS = (
     "rank",
     "state",
     "submitted_us",
-    "queued_at_us",
     "routed_us",
     "first_token_us",
     "ended_us",
@@ -92,8 +91,7 @@ _DECODER = msgspec.msgpack.Decoder(list[RequestStep])
 class CatalogRequest:
     """Request that a pass follows. The fields without a description are those of `RequestRow`.
 
-    `queued_at_us` is None if the owner did not put the request into its queue. `is_partial` means that the log does not
-    hold the submission, so that `submitted_us` is the log's beginning.
+    `is_partial` means that the log does not hold the submission, so that `submitted_us` is the log's beginning.
     """
 
     number: int
@@ -111,7 +109,6 @@ class CatalogRequest:
     phase: Phase = Phase.SUBMITTED
     stage: str = "aggregated"
     state: RequestState = "submitted"
-    queued_at_us: int | None = None
     routed_us: int | None = None
     first_token_us: int | None = None
     ended_us: int | None = None
@@ -142,7 +139,6 @@ class CatalogRequest:
             worker_id=request.worker_id,
             rank=request.rank,
             attempt=request.stage_attempt,
-            queued_at_us=request.queued_at_us or None,
             routed_us=begin_us if request.was_dispatched else None,
         )
         made.follow(request)
@@ -189,8 +185,7 @@ class CatalogRequest:
         return self.phase in _SOURCES[type(event)]
 
     def hold(self, record: RequestHeld, offset: int, now_us: int) -> None:
-        self.pool, self.queued_at_us = record.pool, now_us
-        self.phase = Phase.QUEUED
+        self.pool, self.phase = record.pool, Phase.QUEUED
         self._add_step("queued", now_us, offset, RoutedRank(self.pool, "", 0, 0))
 
     def route(self, record: RequestRouted, offset: int, now_us: int, pool: str) -> None:

@@ -53,7 +53,6 @@ CREATE INDEX unsuccessful_requests ON requests (number) WHERE is_unsuccessful = 
 REQUESTS_SCHEMA = f"""
 CREATE TABLE requests ({_FIELDS});
 CREATE TABLE unrecorded_requests ({_FIELDS});
-CREATE TABLE contents (id INTEGER PRIMARY KEY, now_us INTEGER);
 {_INDEXES}
 """
 _MARKS = ", ".join("?" * len(COLUMNS))
@@ -164,7 +163,6 @@ class ContentsObserver(CatalogObserver):
             connection.execute("DELETE FROM unrecorded_requests")
             _insert(connection, "unrecorded_requests", (one.row() for one in self._unrecorded.values()))
             self._is_unrecorded_changed = False
-        connection.execute("INSERT OR REPLACE INTO contents VALUES (0, ?)", [self._now_us])
         self._metrics.write(connection)
         self._markers.write(connection)
 

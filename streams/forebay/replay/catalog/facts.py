@@ -55,7 +55,6 @@ class RequestRow(Fact, frozen=True, kw_only=True):
     rank: int
     state: RequestState
     submitted_us: int
-    queued_us: int
     routed_us: int | None
     first_token_us: int | None
     ended_us: int | None
@@ -91,9 +90,7 @@ class MetricSeries(Fact, frozen=True, kw_only=True):
     from_us: int
     interval_us: int
     requests_per_s: list[float]
-    finished_per_s: list[float]
     failed_per_s: list[float]
-    output_tokens_per_s: list[float]
     ttft_p50_us: list[float | None]
     ttft_p95_us: list[float | None]
     itl_p50_us: list[float | None]

@@ -55,7 +55,6 @@ def requests(
     """
     moment_us, limit = NO_BOUND if at_us is None else at_us, max(1, min(limit, PAGE_MAX))
     first = min(NO_BOUND if before is None else before, _first_after(connection, moment_us))
-    shown_us = _newest_us(connection) if at_us is None else at_us
     index = _index_test(conditions, moment_us)
     tests, values = _tests(conditions, index, moment_us)
     page: list[RequestRow] = []
@@ -63,7 +62,7 @@ def requests(
     while scanned < SCAN_MAX:
         last = _window_end(connection, index, first, min(size, SCAN_MAX - scanned))
         for row in connection.execute(_statement(tests), [first, last, *values] * 2):
-            found = row_as_of(row, moment_us, shown_us)
+            found = row_as_of(row, moment_us)
             if _meets(found, conditions):
                 page.append(found)
                 if len(page) > limit:
@@ -77,10 +76,9 @@ def requests(
 def request(connection: sqlite3.Connection, number: int, at_us: int | None = None) -> RequestRow | None:
     """Return the request with this number as of a moment; None if the catalog does not have it by then."""
     moment_us = NO_BOUND if at_us is None else at_us
-    shown_us = _newest_us(connection) if at_us is None else at_us
     for table in ("unrecorded_requests", "requests"):
         for row in connection.execute(f"SELECT {_COLUMNS} FROM {table} WHERE number = ?", [number]):
-            found = row_as_of(row, moment_us, shown_us)
+            found = row_as_of(row, moment_us)
             return found if found.submitted_us <= moment_us else None
     return None
 
@@ -90,34 +88,25 @@ def find(connection: sqlite3.Connection, request_id: str) -> list[RequestRow]:
 
     The ID is one on the log, the ID that a client chose, or the ID of a request whose parts are requests on the log.
     """
-    newest_us = _newest_us(connection)
     select = f"SELECT {_COLUMNS} FROM {{}} WHERE request_id >= ? AND request_id < ? LIMIT {ALIASES_MAX}"
     found: dict[int, RequestRow] = {}
     for table in ("requests", "unrecorded_requests"):
         for begin, end in _ranges(request_id):
             for row in connection.execute(select.format(table), [begin, end]):
-                one = row_as_of(row, NO_BOUND, newest_us)
+                one = row_as_of(row, NO_BOUND)
                 if request_id in aliases_of(one.request_id):
                     found[one.number] = one
     return [found[number] for number in sorted(found, reverse=True)[:FOUND_MAX]]
 
 
-def row_as_of(row: Row, moment_us: int, shown_us: int) -> RequestRow:
-    """Return a request as of a moment, `NO_BOUND` for the newest state.
-
-    A request that is queued at the moment has waited until `shown_us`.
-    """
+def row_as_of(row: Row, moment_us: int) -> RequestRow:
+    """Return a request as of a moment, `NO_BOUND` for the newest state."""
     values: dict[str, Any] = dict(zip(COLUMNS, row, strict=True))
     encoded = values.pop("steps")
     for name in ("is_unsuccessful", "is_partial"):
         del values[name]
     if moment_us < NO_BOUND and not ((ended_us := values["ended_us"]) is not None and ended_us <= moment_us):
         values |= _values_as_of(values, encoded, moment_us)
-    queued_at_us = values.pop("queued_at_us")
-    values["queued_us"] = 0
-    if queued_at_us is not None:
-        left_us = values["routed_us"] or values["ended_us"] or shown_us
-        values["queued_us"] = max(0, left_us - queued_at_us)
     itl_us = mean_itl_us(values["first_token_us"], values["ended_us"], values["output_tokens"])
     return RequestRow(**values, itl_us=itl_us)
 
@@ -143,7 +132,7 @@ def _values_as_of(values: dict[str, Any], encoded: bytes, moment_us: int) -> dic
             changed["journal_offset"] = step.journal_offset
         if step.place is not None:
             changed |= msgspec.structs.asdict(step.place)
-    for name in ("queued_at_us", "routed_us", "first_token_us"):
+    for name in ("routed_us", "first_token_us"):
         if values[name] is not None and values[name] > moment_us:
             changed[name] = None
             if name == "first_token_us":
@@ -214,12 +203,6 @@ def _first_after(connection: sqlite3.Connection, moment_us: int) -> int:
         select = f"SELECT number FROM {table} WHERE submitted_us > ? ORDER BY submitted_us, number LIMIT 1"
         found += [number for (number,) in connection.execute(select, [moment_us])]
     return min(found)
-
-
-def _newest_us(connection: sqlite3.Connection) -> int:
-    for (now_us,) in connection.execute("SELECT now_us FROM contents"):
-        return int(now_us)
-    return 0
 
 
 def _ranges(request_id: str) -> list[tuple[str, str]]:

@@ -22,12 +22,12 @@ ROWS_MAX = 600  # rows of one level that a query reads: about 50 ms of work
 POINTS_MAX = 600
 SLICE_US = 10 * SECOND_US  # activity of workers is counted per slice
 ACTIVITY_US = 60 * SECOND_US
-_VALUES = "begin_us, submitted, finished, failed, output_tokens, prompt_tokens, cached_tokens, ttft, itl"
-_MARKS = ", ".join("?" * 10)
+_VALUES = "begin_us, submitted, failed, prompt_tokens, cached_tokens, ttft, itl"
+_MARKS = ", ".join("?" * 8)
 SCHEMA = """
 CREATE TABLE metrics (
-    level_us INTEGER, begin_us INTEGER, submitted INTEGER, finished INTEGER, failed INTEGER, output_tokens INTEGER,
-    prompt_tokens INTEGER, cached_tokens INTEGER, ttft BLOB, itl BLOB, PRIMARY KEY (level_us, begin_us)
+    level_us INTEGER, begin_us INTEGER, submitted INTEGER, failed INTEGER, prompt_tokens INTEGER,
+    cached_tokens INTEGER, ttft BLOB, itl BLOB, PRIMARY KEY (level_us, begin_us)
 ) WITHOUT ROWID;
 CREATE TABLE worker_activity (
     begin_us INTEGER, worker_id TEXT, first_tokens INTEGER, prompt_tokens INTEGER, cached_tokens INTEGER, ttft BLOB,
@@ -40,9 +40,7 @@ CREATE TABLE worker_activity (
 class MetricInterval:
     begin_us: int
     submitted: int = 0
-    finished: int = 0
     failed: int = 0
-    output_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     ttft: Histogram = field(default_factory=dict)
@@ -50,22 +48,20 @@ class MetricInterval:
 
     @classmethod
     def of_row(cls, begin_us: int, row: Sequence[Any]) -> "MetricInterval":
-        submitted, finished, failed, output_tokens, prompt_tokens, cached_tokens, ttft, itl = row
-        counts = submitted, finished, failed, output_tokens, prompt_tokens, cached_tokens
+        submitted, failed, prompt_tokens, cached_tokens, ttft, itl = row
+        counts = submitted, failed, prompt_tokens, cached_tokens
         return cls(begin_us, *counts, ttft=histogram.decode(ttft), itl=histogram.decode(itl))
 
     def merge(self, other: "MetricInterval") -> None:
         self.submitted += other.submitted
-        self.finished += other.finished
         self.failed += other.failed
-        self.output_tokens += other.output_tokens
         self.prompt_tokens += other.prompt_tokens
         self.cached_tokens += other.cached_tokens
         histogram.merge(self.ttft, other.ttft)
         histogram.merge(self.itl, other.itl)
 
     def row(self, level_us: int) -> tuple[int | bytes, ...]:
-        counts = self.submitted, self.finished, self.failed, self.output_tokens, self.prompt_tokens, self.cached_tokens
+        counts = self.submitted, self.failed, self.prompt_tokens, self.cached_tokens
         return level_us, self.begin_us, *counts, histogram.encode(self.ttft), histogram.encode(self.itl)
 
 
@@ -136,11 +132,8 @@ class MetricRecorder:
 
     def count_end(self, request: CatalogRequest, now_us: int) -> None:
         self._roll(now_us)
-        if request.state == "finished":
-            self._newest.finished += 1
-            self._newest.output_tokens += request.output_tokens or 0
-            if (itl_us := request.itl_us) is not None:
-                histogram.add(self._newest.itl, itl_us)
+        if request.state == "finished" and (itl_us := request.itl_us) is not None:
+            histogram.add(self._newest.itl, itl_us)
         elif request.state in UNSUCCESSFUL:
             self._newest.failed += 1
 
@@ -210,9 +203,7 @@ def series(connection: sqlite3.Connection, from_us: int, to_us: int, points: int
         from_us=begin_us,
         interval_us=interval_us,
         requests_per_s=[one.submitted / s for one, s in zip(intervals, seconds, strict=True)],
-        finished_per_s=[one.finished / s for one, s in zip(intervals, seconds, strict=True)],
         failed_per_s=[one.failed / s for one, s in zip(intervals, seconds, strict=True)],
-        output_tokens_per_s=[one.output_tokens / s for one, s in zip(intervals, seconds, strict=True)],
         ttft_p50_us=[median for median, _ in ttft],
         ttft_p95_us=[late for _, late in ttft],
         itl_p50_us=[median for median, _ in itl],
