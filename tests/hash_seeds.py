@@ -61,7 +61,7 @@ def verified() -> str:
 def scaling() -> str:
     """Derive the recorded decisions of planners again, and explain the latest."""
     log = str(scaling_log.write_log(Path("scaling.db"), recorded_records()))
-    history = command("planner", "status", log, "--history", "--verify", "--limit", "1000", "--json")()
+    history = command("planner", "status", log, "--history", "--limit", "1000", "--json")()
     return history + command("planner", "status", log, "--decision", "latest", "--json")()
 
 

@@ -430,7 +430,6 @@ BAD = [
     "workload convert nowhere --out out.jsonl",
     "replay export nowhere out",
     f"topics tail {RECORDING} nope",
-    "model publish nowhere --kafka 127.0.0.1:1",
     "model alias prod --kafka 127.0.0.1:1",
     "model alias prod m --remove --kafka 127.0.0.1:1",
     "model alias prod m=0 --kafka 127.0.0.1:1",

@@ -90,9 +90,8 @@ COMMANDS: dict[str, dict[str, str | Subcommands]] = {
             },
         ),
         "model": Subcommands(
-            "Store and list model cards, and set aliases of models.",
+            "List and remove model cards, and set aliases of models.",
             {
-                "publish": "command:ModelPublishCommand",
                 "list": "command:ModelListCommand",
                 "remove": "command:ModelRemoveCommand",
                 "alias": "command:ModelAliasCommand",

@@ -14,7 +14,6 @@ from forebay.cli.common.times import TIMES_HELP
 from forebay.cli.control.client import URL, UrlOption
 from forebay.cli.policies.allowed import AllowPolicyOption
 from forebay.cli.policies.alternative import AlternativeOptions
-from forebay.cli.processes.options import ModelNameOption, RevisionOption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,21 +233,6 @@ class ProduceCommand:
     kafka: KafkaOptions
     wait: Annotated[bool, Option("--wait", help="Print each response as a JSON line.")] = False
     timeout_s: Annotated[float, Option(min=0.001, help="Seconds to wait after the last request.")] = 600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelPublishCommand:
-    """Store the card, tokenizer and chat template of a model on the topic `models`, and print the digest of the card.
-
-    Workers do this at their start, so the command is only needed to store a model before its workers start.
-    """
-
-    RUN: ClassVar = "models:run_publish"
-
-    model: Annotated[str, Argument(metavar="MODEL", help="Model directory, or ORG/NAME on the Hugging Face Hub.")]
-    revision: RevisionOption = None
-    model_name: ModelNameOption = ""
-    kafka: KafkaOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

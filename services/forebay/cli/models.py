@@ -1,44 +1,31 @@
-"""`forebay model`: store and list model cards, and set aliases."""
+"""`forebay model`: list and remove model cards, and set aliases."""
 
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import click
 import msgspec
 
-from forebay.cli.command import ModelAliasCommand, ModelListCommand, ModelPublishCommand, ModelRemoveCommand
+from forebay.cli.command import ModelAliasCommand, ModelListCommand, ModelRemoveCommand
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.operator_name import operator_name
 from forebay.cli.common.recording import kafka_log
 from forebay.cli.common.terminal import print_table, printable
-from forebay.cli.processes.model_source import find_model
 from forebay.cli.processes.options import named
-from forebay.events.models import TARGETS_MAX, WEIGHT_MAX, AliasSet, AliasTarget, ModelCard, ModelStored
+from forebay.events.models import TARGETS_MAX, WEIGHT_MAX, AliasSet, AliasTarget, ModelStored
 from forebay.events.names import unknown_name
-from forebay.ingress.model_cards import read_card
 from forebay.transport.base import Log
 from forebay.transport.directory import Directory
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import count_topics
-from forebay.transport.models import FILE_BYTES_MAX, ModelStore, cards_in_use
+from forebay.transport.models import ModelStore, cards_in_use
 from forebay.transport.recording.manifest import utc
 
 DIGEST = re.compile("[0-9a-f]{8,64}")  # at least so many digits, so that a short name of a model is no digest
 SHOWN_DIGITS = 16
-
-
-def run_publish(options: ModelPublishCommand) -> None:
-    with explained():
-        directory, name = find_model(options.model, options.revision, options.model_name, weights=False)
-        assert directory is not None
-        read = read_card(directory)
-        if read is None:
-            fail(f"{directory}: expected a tokenizer.json, and files of at most {FILE_BYTES_MAX >> 20} MiB together")
-        digest = asyncio.run(_publish(options.kafka.settings(), name, *read))
-    click.echo(digest)
 
 
 def run_list(options: ModelListCommand) -> None:
@@ -154,11 +141,6 @@ def _described(alias: AliasSet) -> str:
 async def _set_alias(settings: KafkaSettings, event: AliasSet) -> None:
     async with _opened(settings) as (_, store):
         await store.set_alias(event)
-
-
-async def _publish(settings: KafkaSettings, name: str, card: ModelCard, files: Mapping[str, bytes]) -> str:
-    async with _opened(settings) as (_, store):
-        return await store.store(name, card, files)
 
 
 async def _list(settings: KafkaSettings) -> tuple[list[tuple[str, ModelStored]], list[AliasSet]]:

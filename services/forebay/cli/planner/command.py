@@ -69,9 +69,6 @@ class PlannerStatusCommand:
     ] = ""
     changes: Annotated[bool, Option(help="With --history: only those that change a size.")] = False
     limit: Annotated[int, Option(short="-n", min=1, max=100_000, help="With --history: at most the N newest.")] = LIMIT
-    verify: Annotated[bool, Option("--verify", help="With --history: exit 1 unless all are derived again equal.")] = (
-        False
-    )
     json: JsonOption = False
 
 

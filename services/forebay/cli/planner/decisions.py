@@ -10,7 +10,7 @@ from typing import TypeVar
 import click
 import msgspec
 
-from forebay.cli.common.errors import complain, explained, fail
+from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Source
 from forebay.cli.common.terminal import results, shown_reading
 from forebay.cli.common.times import time_us
@@ -33,9 +33,9 @@ FoundT = TypeVar("FoundT")
 
 
 def run_status(options: PlannerStatusCommand) -> None:
-    given = options.pool or options.start or options.changes or options.verify or options.limit != LIMIT
+    given = options.pool or options.start or options.changes or options.limit != LIMIT
     if given and not options.history:
-        fail("--pool, --from, --changes, --limit and --verify require --history")
+        fail("--pool, --from, --changes and --limit require --history")
     if options.history and options.decision:
         fail("--history and --decision exclude each other")
     if options.decision:
@@ -69,11 +69,6 @@ def _show_history(options: PlannerStatusCommand) -> None:
         click.echo(msgspec.json.encode(found).decode())
     else:
         show_history(results(), found)
-    verification = found.verification
-    if options.verify and (verification.different or verification.other_rules):
-        if verification.other_rules:
-            complain(f"not verified: {verification.other_rules} decisions by rules of another version")
-        raise click.exceptions.Exit(DIVERGED)
 
 
 def _explain(options: PlannerStatusCommand) -> None:
