@@ -88,6 +88,25 @@ def test_a_recording_is_shown(tmp_path: Path) -> None:
     assert "0 in flight" in shown
 
 
+def test_watch_reads_the_status_again_until_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "incident.db"
+    asyncio.run(incident.record(path))
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            path.unlink()  # a failed reading is reported, and does not end the command
+        if len(pauses) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("forebay.cli.status.time.sleep", pause)
+    run = forebay("status", path, "--watch", "--json")
+    assert [json.loads(line)["ready"] for line in run.stdout.splitlines()] == [True, True]
+    assert (len(pauses), run.stderr.count("\n")) == (3, 1), run.stderr
+    assert run.returncode == 130
+
+
 def test_a_log_without_an_owner_is_not_ready(tmp_path: Path) -> None:
     path = tmp_path / "empty.db"
     SqliteLog.open(path).close()

@@ -30,6 +30,7 @@ class StatusCommand:
     api_key: ClientKeyOption = None
     allow_policy: AllowPolicyOption = None
     json: JsonOption = False
+    watch: Annotated[bool, Option("--watch", help="Read and show the status again every 2 s.")] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

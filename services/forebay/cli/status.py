@@ -29,19 +29,34 @@ from forebay.transport.recording.manifest import utc
 DERIVED_WITHIN_S = 30.0  # an ingress on Kafka derives the status from the log
 HEARTBEATS_S = 2.5  # standbys write a heartbeat every second
 NOT_READY = 1
+WATCH_S = 2.0  # an ingress on Kafka takes a second of CPU time to derive the status
 RECENT_US = 2 * 3_600_000_000  # older times are shown without their age
 
 
 def run_status(options: StatusCommand) -> None:
-    if options.recording.log is None and options.recording.kafka is None:
-        found = _query(options.url, options.api_key, options.recording.group)
-    else:
+    def read() -> GroupStatus:
+        if options.recording.log is None and options.recording.kafka is None:
+            return _query(options.url, options.api_key, options.recording.group)
         options.recording.require_one_source()
-        found = _derive(options.recording, options.allow_policy)
-    if options.json:
-        click.echo(msgspec.json.encode(found).decode())
-    else:
-        show(results(soft_wrap=True), found)
+        return _derive(options.recording, options.allow_policy)
+
+    def print_status(found: GroupStatus) -> None:
+        if options.json:
+            click.echo(msgspec.json.encode(found).decode())
+        else:
+            show(results(soft_wrap=True), found)
+
+    found = read()
+    print_status(found)
+    while options.watch:
+        time.sleep(WATCH_S)
+        try:
+            found = read()
+        except click.exceptions.Exit:  # the message is printed
+            continue
+        if not options.json:
+            click.clear()
+        print_status(found)
     if not found.ready:
         raise click.exceptions.Exit(NOT_READY)
 
