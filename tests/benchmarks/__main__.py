@@ -18,7 +18,6 @@ NAMES = (
     "cache-pressure",
     "disagg",
     "kv-transfer",
-    "tiers",
     "vllm-tiers",
     "overload",
     "planner",
