@@ -25,7 +25,6 @@ SURFACE = (
     "streams/forebay/core/routing/policy.py",
     "streams/forebay/transport/base.py",
     "services/forebay/workers/engine.py",
-    "services/forebay/workers/pipeline.py",
     "services/forebay/workers/service.py",
 )
 FILLERS = frozenset(

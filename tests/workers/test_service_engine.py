@@ -22,7 +22,6 @@ from forebay.workers.engine import EngineError, EngineRefused
 from forebay.workers.engines.service import engine as service_engine
 from forebay.workers.engines.service.engine import ServiceEngine
 from forebay.workers.engines.settings import EngineSettings
-from forebay.workers.pipeline import Generate, TokenLimit
 from forebay.workers.runtime.metrics import WorkerMetrics
 from forebay.workers.runtime.worker import Worker
 from forebay.workers.service import Cache, Refused, Request, endpoint, service, service_of
@@ -266,17 +265,6 @@ async def test_text_becomes_the_tokens_of_the_model(scene: Scene) -> None:
         await send("a", model.encode("hello dear log"))
         assert (await ended(scene, "a")).finish_reason == "stop"
     assert model.tokenizer.decode(scene.output("a")) == "HELLO DEAR LOG "
-
-
-async def test_operators_wrap_generate(scene: Scene) -> None:
-    async def doubled(request: Request, generate: Generate) -> AsyncGenerator[int]:
-        async for token in generate(request):
-            yield token * 2
-
-    async with serving(scene, engine_of(Echo, pipeline=[TokenLimit(2), doubled])) as (_, send):
-        await send("a", [5, 6, 7])
-        assert (await ended(scene, "a")).finish_reason == "stop"
-    assert scene.output("a") == [10, 12]
 
 
 async def test_a_generator_that_awaits_nothing_does_not_stop_the_others(scene: Scene) -> None:

@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -23,7 +23,6 @@ from forebay.events.requests import Task
 from forebay.workers.engine import EngineError
 from forebay.workers.engines.service.request import Cache, Refused, Request
 from forebay.workers.engines.settings import PROCESSES_MAX
-from forebay.workers.pipeline import Operator
 
 __all__ = [
     "Cache",
@@ -83,7 +82,6 @@ class Service:
     resources: Resources
     max_num_seqs: int
     kv_events: bool
-    pipeline: tuple[Operator, ...]
     endpoints: Mapping[str, str]
 
     @property
@@ -133,7 +131,6 @@ def service(
     resources: Mapping[str, str | float] | None = None,
     max_num_seqs: int = MAX_NUM_SEQS,
     kv_events: bool = False,
-    pipeline: Sequence[Operator] = (),
 ) -> Callable[[Class], Class]:
     """Make a class a service, without changing its behaviour. Use it as a decorator: `@service(namespace="demo")`.
 
@@ -150,7 +147,6 @@ def service(
             OMP_NUM_THREADS. With GPUs, each process gets its own part of CUDA_VISIBLE_DEVICES.
         max_num_seqs: maximum number of concurrent requests per process.
         kv_events: whether the class reports its KV cache with `self.cache`, a `Cache` that is set before `start`.
-        pipeline: operators around `generate`, innermost first.
 
     Raises:
         ServiceInvalid: an argument, or the definition of the class, is invalid.
@@ -166,7 +162,6 @@ def service(
             resources=_resources(resources or {}),
             max_num_seqs=_count("max_num_seqs", max_num_seqs, 65_536),
             kv_events=kv_events,
-            pipeline=tuple(pipeline),
             endpoints=MappingProxyType(_endpoints(cls)),
         )
         _check_hooks(cls)

@@ -28,7 +28,6 @@ from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, EngineRefused, Publish
 from forebay.workers.engines.service.request import Cache, Refused, Request
 from forebay.workers.engines.settings import EngineSettings
-from forebay.workers.pipeline import Pipeline
 from forebay.workers.runtime.rank_buffer import RankBuffer
 from forebay.workers.service import Service
 
@@ -66,7 +65,6 @@ class ServiceEngine:
         self._settings = settings
         self.instance: Any = None
         self._tokenizer: Tokenizer | None = None
-        self._pipeline = Pipeline(self._generated_tokens, service.pipeline)
         self._wake = asyncio.Event()
         self._cache = Cache(self._wake.set)
         self._running: dict[str, _Execution] = {}
@@ -262,7 +260,7 @@ class ServiceEngine:
         sampling, stops = execution.item.sampling, frozenset(execution.item.sampling.stop_token_ids)
         reason: Literal["length", "stop"] = "stop"
         began_s = runtime.monotonic_s()
-        async with contextlib.aclosing(self._pipeline(execution.request)) as tokens:
+        async with contextlib.aclosing(self._generated_tokens(execution.request)) as tokens:
             async for token in tokens:
                 if not self._is_running(execution):
                     return

@@ -25,8 +25,6 @@ def _unknown(_: Sequence[int]) -> str:
 class Request:
     """One attempt at a request, as an endpoint of a service receives it.
 
-    The operators of a pipeline change a request with `dataclasses.replace`.
-
     Attributes:
         token_ids: token ids of the prompt. If this attempt continues the response of a lost worker, the output so far
             follows.
