@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from forebay.cli.processes import engines
 from forebay.cli.processes.embedded_group import FAILURES_MAX, HEALTHY_S, PAUSE_S, PAUSE_S_MAX, EngineRestarts
 from forebay.cli.processes.engine_options import ADAPTERS, ENGINES, Adapter, EngineOptions
-from forebay.cli.processes.engines import EngineChoice, built, playing, ranked_from, reached_at, tiered, with_own_disk
+from forebay.cli.processes.engines import EngineChoice, built, reached_at, tiered, with_own_disk
 from forebay.cli.processes.tier_options import TierOptions, parsed_tiers
 from forebay.engine_model.model import EngineConfig
 from forebay.engine_model.timing import LinearTiming
@@ -82,7 +82,7 @@ def test_a_real_engine_gets_its_settings(tmp_path: Path, form: str) -> None:
     choice = choose(
         "vllm", engine_args=text, role="prefill", kv_blocks=7, dp_size=2, lora=[f"legal={lora}"], model_name="m"
     )
-    engine, spec = built(ranked_from(choice, 4), "w", pool="p", kv_events=False)
+    engine, spec = built(choice.with_settings(dp_start_rank=4), "w", pool="p", kv_events=False)
     assert isinstance(engine, EngineProcess)
     settings = engine.settings
     assert (settings.arguments, settings.role, settings.model) == (arguments, "prefill", DEFAULT_MODEL)
@@ -193,7 +193,7 @@ def test_a_system_uses_the_block_size_reported_by_its_engine(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("role", "pool"), [("aggregated", "default"), ("prefill", "prefill"), ("decode", "decode")])
 def test_disagg_the_default_pool_of_a_worker_is_that_of_its_role(role: Any, pool: str) -> None:
-    choice = playing(choose(), role)
+    choice = choose().with_settings(role=role)
     for option, expected in (("", pool), ("mine", "mine")):
         _, spec = built(choice, "w", pool=option)
         assert (spec.role, spec.pool) == (role, expected)
@@ -219,7 +219,7 @@ def test_disagg_a_service_does_all_of_a_request(tmp_path: Path) -> None:
     choice = choose(f"{path}:Parrot")
     assert built(choice, "w", pool="")[1].pool == "default"
     with pytest.raises(Unusable, match="Parrot is a service, and services support only"):
-        built(playing(choice, "prefill"), "w", pool="")
+        built(choice.with_settings(role="prefill"), "w", pool="")
     assert "only the role aggregated" in error_of(
         "up", "--engine", f"{path}:Parrot", "--prefill-workers", "1", "--decode-workers", "1"
     )
@@ -392,7 +392,7 @@ def test_storage_of_the_engines_own_connector_has_a_name(monkeypatch: pytest.Mon
 
 def test_each_worker_of_a_process_has_its_own_disk(tmp_path: Path) -> None:
     choice = tiered(choose(), TierSettings(disk=tmp_path, store=BUCKET))
-    found = [with_own_disk(playing(choice, "prefill"), name).settings.tiers for name in ("a", "b")]
+    found = [with_own_disk(choice.with_settings(role="prefill"), name).settings.tiers for name in ("a", "b")]
     assert found == [TierSettings(disk=tmp_path / name, store=BUCKET) for name in ("a", "b")]
     host = tiered(choose(), TierSettings(host_bytes=1 << 30))
     assert with_own_disk(host, "a") == host

@@ -212,13 +212,6 @@ def test_heat_maps_have_rates_of_merged_workers_and_bins() -> None:
     assert panel["heat"]["rows"][0] == "mock-0 … mock-2"
 
 
-@pytest.mark.slow
-def test_the_report_of_five_policies_and_one_hour_is_small() -> None:
-    runs = [run(f"policy {number}", requests=12_031, workers=8, slower=1 + number / 9) for number in range(5)]
-    size = len(page(runs, workload="hour", slo=None, digest=""))
-    assert size < 9_000_000, size
-
-
 def test_every_setting_is_shown() -> None:
     found = made(run("kv"), run("random", mode="random"))
     settings = json.loads("".join(found.texts["pre"]))

@@ -127,16 +127,6 @@ def test_request_of_a_lost_worker_waits_for_a_replacement_until_its_deadline() -
         assert (a_day.requests[0].failure, a_day.lasted_us) == ("the deadline passed", 86_400 * S)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_no_response_completes_before_its_first_token(seed: int) -> None:
-    # The tokens of the second worker may be delayed less than those of the first.
-    life = dies("mock-0", FIRST_US, lease_ttl_s=0.0)
-    slow = Delays(tokens=Delay(jitter_us=300_000))
-    answered, late = served(fleet(2, life, delays=slow, seed=seed), turn(0, PROMPT, 2), turn(1, after=(0,)))
-    assert (answered.failure, answered.attempts) == ("", 2)
-    assert answered.first_us <= answered.last_us <= late.arrived_us
-
-
 def test_expired_request_frees_its_engine() -> None:
     system = fleet(1, sizes={"max_num_seqs": 1}, timeout_s=3.0)
     found = served(system, turn(0, PROMPT, 9_999), turn(1, PROMPT, at_us=S))

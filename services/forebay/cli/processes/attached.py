@@ -29,7 +29,7 @@ from forebay.cli.common.shutdown import stop_notice
 from forebay.cli.processes.card_keeper import keep_card
 from forebay.cli.processes.command import WorkerCommand
 from forebay.cli.processes.engine_options import EngineOptions, pool_of
-from forebay.cli.processes.engines import SIZE_OPTIONS, built, ranked_from, reached_at, tiered
+from forebay.cli.processes.engines import SIZE_OPTIONS, built, reached_at, tiered
 from forebay.cli.processes.model_source import HUB_NAME, find_model
 from forebay.cli.processes.options import adapters, named, names
 from forebay.cli.processes.tier_options import TierOptions
@@ -117,7 +117,8 @@ def run_worker(options: WorkerCommand) -> None:
                 run_attached(cluster, attached, settings, lease_ttl_s=options.lease_ttl_s, drain_s=options.drain_s)
             )
             return
-        choice = tiered(ranked_from(options.engine.choice(), options.dp_start_rank), options.tiers.settings())
+        choice = options.engine.choice().with_settings(dp_start_rank=options.dp_start_rank)
+        choice = tiered(choice, options.tiers.settings())
         choice = reached_at(choice, options.kv_host, options.addresses.kafka)
         running, spec = built(
             choice,

@@ -12,7 +12,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from forebay.cli.common.errors import cause_of
-from forebay.cli.processes.engines import built, playing, with_own_disk
+from forebay.cli.processes.engines import built, with_own_disk
 from forebay.cli.processes.options import SnapshotOptions
 from forebay.cli.processes.up_models import EmbeddedModel
 from forebay.console.settings import ConsoleSettings
@@ -183,7 +183,7 @@ class EmbeddedGroup:
 
     def _built(self, name: str) -> tuple[Engine, WorkerSpec]:
         settings, place = self._settings, self._model.places[name]
-        choice = with_own_disk(playing(self._model.engine, place.role), name)
+        choice = with_own_disk(self._model.engine.with_settings(role=place.role), name)
         return built(choice, name, pool=place.pool, taints=settings.taints[name], kv_events=settings.kv_events)
 
     def _worker(self, engine: Engine, spec: WorkerSpec) -> Worker:

@@ -91,6 +91,9 @@ class EngineChoice:
         """Name of the engine, or of the user's service class."""
         return self.engine.rpartition(":")[2]
 
+    def with_settings(self, **changed: Any) -> "EngineChoice":
+        return replace(self, settings=replace(self.settings, **changed))
+
 
 def choose_engine(options: EngineOptions) -> EngineChoice:
     """Return the selected engine. Sizes that are None are left to it. Raises Unusable if an option is invalid."""
@@ -156,15 +159,6 @@ def _require_own(engine: str, given: Mapping[str, object]) -> None:
             raise Unusable(f"{flag} requires --engine mock: {engine} {MOCK_ONLY.get(name, OWN_KV_TRANSFER)}")
 
 
-def playing(choice: EngineChoice, role: Role) -> EngineChoice:
-    return replace(choice, settings=replace(choice.settings, role=role))
-
-
-def ranked_from(choice: EngineChoice, dp_start_rank: int) -> EngineChoice:
-    """Return the engine choice with `dp_start_rank` as the first data-parallel rank."""
-    return replace(choice, settings=replace(choice.settings, dp_start_rank=dp_start_rank))
-
-
 def tiered(choice: EngineChoice, tiers: TierSettings | None) -> EngineChoice:
     """Return the engine choice with KV tiers. Raises Unusable if the engine has none."""
     if tiers is None:
@@ -175,7 +169,7 @@ def tiered(choice: EngineChoice, tiers: TierSettings | None) -> EngineChoice:
         raise Unusable("--role encode: an encode worker has no KV, so remove the options of KV tiers")
     if choice.settings.kv_store_name and tiers.store:
         raise Unusable("--kv-store-name names the storage of the engine's own connector; --kv-tier store names itself")
-    return replace(choice, settings=replace(choice.settings, tiers=tiers))
+    return choice.with_settings(tiers=tiers)
 
 
 def with_own_disk(choice: EngineChoice, worker_id: str) -> EngineChoice:
@@ -183,8 +177,7 @@ def with_own_disk(choice: EngineChoice, worker_id: str) -> EngineChoice:
     tiers = choice.settings.tiers
     if tiers is None or tiers.disk is None:
         return choice
-    own = replace(tiers, disk=tiers.disk / worker_id)
-    return replace(choice, settings=replace(choice.settings, tiers=own))
+    return choice.with_settings(tiers=replace(tiers, disk=tiers.disk / worker_id))
 
 
 def reached_at(choice: EngineChoice, kv_host: str | None, kafka: str) -> EngineChoice:
@@ -202,8 +195,8 @@ def reached_at(choice: EngineChoice, kv_host: str | None, kafka: str) -> EngineC
         return choice
     try:
         if kv_host is not None:
-            return replace(choice, settings=replace(settings, kv_host=own_address(kv_host)))
-        return replace(choice, settings=replace(settings, near_host=address_towards(kafka.split(","))))
+            return choice.with_settings(kv_host=own_address(kv_host))
+        return choice.with_settings(near_host=address_towards(kafka.split(",")))
     except ValueError as error:
         option = f"--kafka {kafka}" if kv_host is None else f"--kv-host {kv_host}"
         raise Unusable(f"{option}: {error}") from None
