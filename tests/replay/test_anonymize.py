@@ -22,8 +22,7 @@ from forebay.events.base import unpack_u64
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.decisions import OwnerClaimed, RequestAborted, RequestRejected, RequestRouted
 from forebay.events.requests import RequestSubmitted, RoutingHints
-from forebay.events.snapshots import SnapshotChunk
-from forebay.events.topics import DECISIONS, REQUESTS, SNAPSHOTS, Topic
+from forebay.events.topics import DECISIONS, REQUESTS, Topic
 from forebay.events.versions import EVENTS_VERSION
 from forebay.replay.anonymize.anonymize import Anonymized, NotAnonymizable, record_anonymized
 from forebay.replay.read_only import SliceLog
@@ -413,11 +412,3 @@ async def test_progress_is_reported_by_step(log: SqliteLog, out: Path) -> None:
     await written(log, out, progress=lambda *step: steps.append(step))
     assert "writing records" in {name for name, _, _ in steps}
     assert all(done <= total for _, done, total in steps)
-
-
-async def test_snapshot_chunks_are_rewritten_in_place(log: SqliteLog) -> None:
-    async with copied(log) as copy:
-        chunks = zip(events(log, SNAPSHOTS), events(copy, SNAPSHOTS), strict=True)
-    for before, after in chunks:
-        assert isinstance(before, SnapshotChunk)
-        assert [type(part) for part in before.parts] == [type(part) for part in after.parts]

@@ -64,16 +64,6 @@ async def moment_at(log: SqliteLog, offset: int) -> Moment:
     return await (await seek(log, 0, offset)).moment()
 
 
-async def test_the_state_has_the_digest_sealed_in_the_journal(log: SqliteLog) -> None:
-    seals = {at: record.digest for at, record in enumerate(journal(log)) if isinstance(record, Advanced)}
-    assert len(seals) >= 4
-    for offset, digest in seals.items():
-        moment = await moment_at(log, offset)
-        assert moment.digest == digest
-        encoded = msgspec.json.encode(moment)
-        assert msgspec.json.encode(msgspec.json.decode(encoded, type=Moment)) == encoded
-
-
 async def test_states_from_the_beginning_and_from_a_snapshot_are_equal(log: SqliteLog) -> None:
     walked, starts = await seek(log, 0, 0), set()
     offsets = set(sampled(range(len(journal(log))), 60))
