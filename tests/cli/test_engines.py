@@ -310,7 +310,7 @@ def test_each_tier_has_a_size(tmp_path: Path) -> None:
     assert settings(f"disk:path={tmp_path}") == TierSettings(disk=tmp_path, disk_bytes=DISK_BYTES)
     assert settings(f"store:path={BUCKET}") == TierSettings(store=BUCKET, store_bytes=STORE_BYTES)
     every = settings(
-        "host:size=500MB,write=eviction",
+        "host:size=500MB",
         f"disk:size=10GB,path={tmp_path},filter=off",
         f"store:path={BUCKET},size=2TB,endpoint=http://127.0.0.1:9000,filter=off",
     )
@@ -321,7 +321,6 @@ def test_each_tier_has_a_size(tmp_path: Path) -> None:
         store=BUCKET,
         store_bytes=2 * 10**12,
         store_endpoint="http://127.0.0.1:9000",
-        write="eviction",
         filter=False,
     )
 
@@ -331,8 +330,8 @@ def test_each_tier_has_a_size(tmp_path: Path) -> None:
     [
         (["disc:path=x"], "--kv-tier disc:path=x: unknown kind of tier 'disc'; did you mean disk?"),
         (["disk:size=1GB"], "--kv-tier disk:size=1GB: the key path is missing"),
-        (["host:size=1GB,filter=on"], "--kv-tier host:size=1GB,filter=on: unknown key 'filter'; keys are: size, write"),
-        (["host:size=1GB,write=later"], "--kv-tier host:size=1GB,write=later: expected one of through, eviction, got"),
+        (["host:size=1GB,filter=on"], "--kv-tier host:size=1GB,filter=on: unknown key 'filter'; keys are: size"),
+        (["disk:path=a,filter=maybe"], "--kv-tier disk:path=a,filter=maybe: expected one of on, off, got"),
         (["host:size=1GB", "host:size=2GB"], "--kv-tier host:size=2GB: there is another host tier"),
         (
             ["disk:path=a,filter=on", "store:path=b,filter=off"],

@@ -419,7 +419,7 @@ def test_files_define_tiers_and_options_resize_them(sessions: Path) -> None:
     settings = json_of("simulate", sessions, "--fleet", fleet, "--policy", "kv")["settings"]
     first, second = settings["pools"][0]["groups"]
     assert first["tiers"]["host"] == {
-        "size": "16GB", "bandwidth": 50.0, "latency_us": 20, "write": "through", "filter": None,
+        "size": "16GB", "bandwidth": 50.0, "latency_us": 20, "filter": None,
     }  # fmt: skip
     assert "tiers" not in second
     assert settings["tiers"]["host"]["size"] == "8GB"

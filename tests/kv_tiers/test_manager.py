@@ -145,38 +145,6 @@ def test_a_load_ends_before_a_block_that_has_left_since_the_match() -> None:
     assert one.load(PROMPT, 4, runs[1:]) == []
 
 
-def test_a_tier_written_on_eviction_gets_old_blocks_before_they_are_evicted() -> None:
-    one = manager(limits(8), limits(8, write="eviction"), limits(80, write="eviction"))
-    assert fill(one, [0, 1, 2, 3]) == [("device", "host", (0, 1, 2, 3))]
-    assert fill(one, [10, 11, 12]) == [("device", "host", (10, 11, 12)), ("host", "disk", (3,))]
-    assert one.holds("host", 3), "it is evicted only when the room is needed"
-    write, *others = one.offer([20, 21])
-    assert write.evicted == (3,)
-    finish(one, [write, *others])
-    for first in range(30, 60, 2):
-        fill(one, [first, first + 1])
-    assert {3, 2, 1, 0} <= {*one.resident("store")}, "the disk evicts, too"
-    assert one.counters["unsaved_host"] == 0
-
-
-def test_a_used_block_is_not_evicted_because_it_was_saved() -> None:
-    one = manager(limits(8), limits(80, write="eviction"))
-    fill(one, [0, 1, 2, 3])
-    fill(one, [10, 11, 12])
-    assert one.holds("disk", 3)
-    fill(one, [0, 1, 2, 3])
-    fill(one, [20, 21])
-    assert one.match([0, 1, 2, 3]) == [TierRun("host", 4)]
-
-
-def test_blocks_that_cannot_be_saved_are_evicted_and_counted() -> None:
-    one = manager(limits(4), limits(80, write="eviction"), writes_max=4)
-    fill(one, [0, 1, 2, 3])
-    one.offer([10, 11, 12])
-    assert one.counters["unsaved_host"] == 2
-    assert (one.holds("disk", 3), one.holds("disk", 2)) == (True, False)
-
-
 def test_a_paused_tier_is_passed() -> None:
     one = manager(limits(), limits(), limits())
     one.set_paused("disk", paused=True)
@@ -203,14 +171,6 @@ def test_blocks_of_a_failed_write_still_go_on_from_host() -> None:
     (to_disk,) = one.written(to_host.number)
     following = one.written(to_disk.number, failed=[0, 1])
     assert [(write.source, write.tier, write.keys) for write in following] == [("host", "store", tuple(PROMPT))]
-
-
-def test_device_evictions_are_written_only_on_eviction() -> None:
-    assert manager(limits()).device_evicts(PROMPT) == []
-    assert manager().device_evicts(PROMPT) == []
-    one = manager(limits(16, write="eviction"), limits(16, write="eviction"))
-    assert one.offer(PROMPT) == []
-    assert finish(one, one.device_evicts(PROMPT)) == [("device", "host", tuple(PROMPT))]
 
 
 def test_prefetch_uses_half_of_host_memory() -> None:

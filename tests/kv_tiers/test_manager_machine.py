@@ -1,7 +1,6 @@
 """Any sequence of calls and failures keeps the tiers consistent with the bytes that a caller has moved."""
 
 from random import Random
-from typing import Literal
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -20,8 +19,7 @@ PROMPTS += [
 
 prompts = st.tuples(st.sampled_from(PROMPTS), st.integers(1, 9)).map(lambda one: one[0][: one[1]])
 tier_names = st.sampled_from(TIERS)
-modes: st.SearchStrategy[Literal["through", "eviction"]] = st.sampled_from(["through", "eviction"])
-tier_limits = st.builds(TierLimits, blocks=st.integers(3, 12), write=modes, filter=st.booleans())
+tier_limits = st.builds(TierLimits, blocks=st.integers(3, 12), filter=st.booleans())
 maybe_limits = tier_limits | tier_limits | st.builds(TierLimits, blocks=st.integers(0, 2)) | st.none()
 BUSY = 5  # transfers before the tiers may be cleared, so that there is something to remove
 picks = st.integers(0, 1 << 30)
@@ -93,10 +91,6 @@ class Machine(RuleBasedStateMachine):
             self.manager.loaded(number)
         for number in list(self.writes):
             self.end_write(number)
-
-    @rule(keys=prompts)
-    def device_evicts(self, keys: list[int]) -> None:
-        self.begin(self.manager.device_evicts(keys), set(keys))
 
     @rule(keys=prompts, begin=st.integers(0, 3))
     def prefetch(self, keys: list[int], begin: int) -> None:
@@ -199,11 +193,9 @@ class Machine(RuleBasedStateMachine):
         for _ in range(200):
             keys = random.choice(PROMPTS)[: random.randint(1, 9)]
             begin, pick, failures = random.randint(0, 3), random.getrandbits(30), random.choice((0, 0, 5, 1 << 9))
-            match random.choice("ooooooeewwwwwwllllldddpprraauuc"):
+            match random.choice("oooooooowwwwwwllllldddpprraauuc"):
                 case "o":
                     self.offer(keys)
-                case "e":
-                    self.device_evicts(keys)
                 case "w":
                     self.written(pick, failures)
                 case "l":

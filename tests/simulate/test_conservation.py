@@ -110,7 +110,6 @@ def tier_of(kind: Callable[..., Tier]) -> st.SearchStrategy[Tier | None]:
             size=st.sampled_from(["0", "3blocks", "20blocks", "400blocks"]),
             bandwidth=st.sampled_from([0.0, 0.01, 0.5, 25.0]),
             latency_us=st.sampled_from([0, 1, 5_000]),
-            write=st.sampled_from(["through", "through", "eviction"]),
             filter=st.sampled_from([None, False, True]),
         ),
     )

@@ -128,15 +128,6 @@ def test_only_blocks_that_are_used_again_pass_the_filter() -> None:
         assert outcome.tiers.written == {"host": 20, "disk": written}
 
 
-def test_a_tier_written_on_eviction_gets_what_device_memory_evicts() -> None:
-    tiers = FleetTiers(host=HostTier(size="100blocks", write="eviction"))
-    outcome = run(fleet(1, sizes=SMALL, tiers=tiers), prompt(0, 1, 0), prompt(1, 2, 1), prompt(2, 1, 2))
-    assert outcome.tiers is not None
-    again = outcome.requests[2]
-    assert again.host_tokens == 7 * 64
-    assert again.cached_tokens == 9 * 64
-
-
 def test_blocks_that_have_left_the_shared_store_are_computed() -> None:
     # A write is slow, so the second prompt pushes the first out of the store while its load waits for the latency.
     tiers = FleetTiers(store=StoreTier(size="10blocks", bandwidth=0.0, latency_us=100_000))

@@ -173,18 +173,6 @@ async def test_a_wrong_byte_that_a_store_returns_ends_the_engine(
         assert raised.group_contains(EngineError, match=f"wrong bytes for the block {BLOCKS[2]:016x}")
 
 
-async def test_blocks_are_offloaded_when_they_are_evicted(tmp_path: Path) -> None:
-    settings = disk_of(tmp_path, write="eviction")
-    async with tiered(settings) as one:
-        tokens = await one.run(item_of("a"))
-        assert one.lower["disk"] == set()
-        for number in range(20):  # 64 blocks in device memory
-            await one.run(item_of(f"other{number}", [number + 100] * 3 + PROMPT))
-        await one.has("disk", BLOCKS)
-        assert await one.run(item_of("b")) == tokens
-        assert one.onboarded("b") == {"disk": 16}
-
-
 async def test_the_filter_of_the_disk_accepts_blocks_that_are_used_again(tmp_path: Path) -> None:
     settings = TierSettings(host_bytes=HOST.host_bytes, disk=tmp_path, disk_bytes=1 << 20)
     async with tiered(settings) as one:
@@ -306,7 +294,6 @@ async def test_nothing_is_left_after_random_histories(seed: int, tmp_path: Path)
         disk=tmp_path / "disk",
         disk_bytes=1 << 20,
         store=str(tmp_path / "store"),
-        write=rng.choice(["through", "eviction"]),
         filter=rng.random() < 0.5,
     )
     prompts = [[100 + number, *PROMPT[: rng.randint(3, 18)]] * rng.randint(1, 3) for number in range(6)]

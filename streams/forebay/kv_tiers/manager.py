@@ -1,9 +1,9 @@
 """Decide which KV blocks of one worker rank are in which tier. The caller moves the bytes and reports the result.
 
-Theory of operation. Blocks go down from tier to tier: a tier is offered a block when the next faster tier has it, or
-when that tier is about to evict it. A write reserves room and leases its source. The block can be found only after
-`written`. A load leases the blocks that it reads. No block waits for room: if there is none, or too many writes are in
-flight, the block is skipped and counted. It is offered again with the next request that uses it.
+Theory of operation. Blocks go down from tier to tier: a tier is offered a block when the next faster tier has it. A
+write reserves room and leases its source. The block can be found only after `written`. A load leases the blocks that it
+reads. No block waits for room: if there is none, or too many writes are in flight, the block is skipped and counted. It
+is offered again with the next request that uses it.
 """
 
 from collections import Counter
@@ -28,8 +28,6 @@ __all__ = [
     "Write",
 ]
 
-SAVED_SHARE = 4  # a quarter of a tier is copied down ahead of its eviction, so that long prompts find room
-
 
 class _WriteInFlight(NamedTuple, Generic[Key]):
     write: Write[Key]
@@ -49,9 +47,8 @@ class TierManager(Generic[Key]):
     uses, or that is pinned, is never evicted.
 
     Attributes:
-        counters: `skipped_filter`, `skipped_full`, `skipped_busy`, `skipped_pin` and, per tier, `evicted_<tier>`,
-            `unsaved_<tier>` (evicted although the tier below should have had a copy), `stale_<tier>` (could not be
-            read). Blocks in each case.
+        counters: `skipped_filter`, `skipped_full`, `skipped_busy`, `skipped_pin` and, per tier, `evicted_<tier>`
+            and `stale_<tier>` (could not be read). Blocks in each case.
     """
 
     def __init__(self, tiers: TierSet, frequency: FrequencyLimits = FrequencyLimits()) -> None:  # noqa: B008 - frozen
@@ -78,7 +75,7 @@ class TierManager(Generic[Key]):
         count = 0
         for key in keys[begin:] if begin else keys:
             for tier in tiers:
-                if key in tier.blocks or key in tier.saved:
+                if key in tier.blocks:
                     break
             else:
                 break
@@ -131,17 +128,6 @@ class TierManager(Generic[Key]):
             self._frequency.offer(key for key in keys if key in lacking)
         return self._descend(keys, 0, from_device=True)
 
-    def device_evicts(self, keys: Sequence[Key]) -> list[Write[Key]]:
-        """Return the writes for blocks that device memory evicts, if the tier below is written on eviction.
-
-        Unlike `offer`, this does not count as a use of the blocks.
-        """
-        top = next((tier for tier in self._tiers if not tier.paused), None)
-        if top is None or top.limits.write != "eviction":
-            return []
-        writes = self._begin(top, "device", self._wanted(top, keys), frozenset(keys))
-        return writes + self._save(self._tiers.index(top))
-
     def prefetch(self, keys: Sequence[Key], begin: int) -> list[Write[Key]]:
         """Return the writes that copy blocks from disk or the shared store to host memory, before they are loaded.
 
@@ -164,7 +150,7 @@ class TierManager(Generic[Key]):
         keep = frozenset(window)
         for name, group in groupby(found, key=lambda one: one[0].name):
             writes += self._begin(host, name, [key for _, key in group], keep)
-        return writes + self._save(0)
+        return writes
 
     def written(self, number: int, failed: Collection[Key] = ()) -> list[Write[Key]]:
         """End a write. Its blocks become readable, except those in `failed`. Return the writes that follow from it."""
@@ -185,7 +171,7 @@ class TierManager(Generic[Key]):
         if len(stored) < len(write.keys):
             above = self._tiers[: at + 1]
             readable = [key for key in write.keys if any(key in one for one in above)]
-        return self._descend(readable, at + 1, from_device=False) + self._save(at)
+        return self._descend(readable, at + 1, from_device=False)
 
     def add(self, tier: LowerTier, keys: Iterable[Key]) -> None:
         """Add blocks that a tier has: from its inventory, oldest first, or because a router has named them.
@@ -275,7 +261,7 @@ class TierManager(Generic[Key]):
     def resident(self, tier: LowerTier) -> Sequence[Key]:
         """Return the readable blocks of a tier, in the order of their eviction."""
         content = self._find(tier)
-        return [] if content is None else [*content.saved, *content.blocks]
+        return [] if content is None else [*content.blocks]
 
     def holds(self, tier: LowerTier, key: Key) -> bool:
         content = self._find(tier)
@@ -283,7 +269,7 @@ class TierManager(Generic[Key]):
 
     def count(self, tier: LowerTier) -> int:
         content = self._find(tier)
-        return 0 if content is None else len(content.saved) + len(content.blocks)
+        return 0 if content is None else len(content.blocks)
 
     def used(self, tier: LowerTier) -> int:
         """Return the number of blocks that take room in a tier, including writes in flight."""
@@ -315,11 +301,9 @@ class TierManager(Generic[Key]):
             tier.touch(present)
             if tier.paused:
                 continue
-            if tier.limits.write == "through":
-                wanted = self._wanted(tier, keys) if len(present) < len(keys) else []
-                for source, group in self._by_source(wanted, index, from_device=from_device):
-                    writes += self._begin(tier, source, group, keep)
-                writes += self._save(index)
+            wanted = self._wanted(tier, keys) if len(present) < len(keys) else []
+            for source, group in self._by_source(wanted, index, from_device=from_device):
+                writes += self._begin(tier, source, group, keep)
             keys = present
         return writes
 
@@ -367,36 +351,10 @@ class TierManager(Generic[Key]):
         return [write]
 
     def _evict(self, tier: TierContent[Key], count: int, keep: Container[Key]) -> list[Key]:
-        saved, unsaved = tier.evict(count, keep)
-        below = self._below(self._tiers.index(tier))
-        if below is not None:
-            self.counters[f"unsaved_{tier.name}"] += sum(key not in below for key in unsaved)
-        evicted = saved + unsaved
+        evicted = tier.evict(count, keep)
         self.counters[f"evicted_{tier.name}"] += len(evicted)
         self._note(tier, stored=False, keys=evicted)
         return evicted
-
-    def _below(self, at: int) -> TierContent[Key] | None:
-        """Return the tier to which the tier with index `at` is copied on eviction."""
-        below = next((tier for tier in self._tiers[at + 1 :] if not tier.paused), None)
-        return below if below is not None and below.limits.write == "eviction" else None
-
-    def _save(self, at: int) -> list[Write[Key]]:
-        """Copy the oldest blocks of a tier to the tier below, if that one is written on eviction."""
-        below = self._below(at)
-        if below is None:
-            return []
-        tier = self._tiers[at]
-        spare = min(self._writes_max, max(1, tier.limits.blocks // SAVED_SHARE))
-        old = tier.oldest(spare - tier.free - len(tier.saved)) if spare > tier.free + len(tier.saved) else []
-        if not old:
-            return []
-        # Later blocks of a prompt are older. They are written in prompt order, because the leading ones count.
-        wanted = self._wanted(below, reversed(old))
-        writes = self._begin(below, tier.name, wanted, ())
-        refused = set(wanted).difference(*(write.keys for write in writes))
-        tier.save(key for key in old if key not in refused)
-        return writes + self._save(self._tiers.index(below)) if writes else []
 
     def _note(self, tier: TierContent[Key], *, stored: bool, keys: list[Key]) -> None:
         if not keys:

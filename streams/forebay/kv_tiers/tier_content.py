@@ -1,14 +1,10 @@
 """Content of one tier: which blocks can be read, are being written, or are in use by a transfer.
 
-Theory of operation. Readable blocks are in one of two queues, oldest first: `saved`, then `blocks`. Eviction takes
-`saved` first. A block moves there when it is old and the tier below is copied to on eviction: the copy is made before
-the room is needed, so that no write waits for another one. Without such a tier below, `saved` is empty. A removed block
-whose memory a transfer still uses is in `gone`: it cannot be found any more, but still takes room.
+A removed block whose memory a transfer still uses is in `gone`: it cannot be found any more, but still takes room.
 """
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
-from itertools import islice
 from typing import Generic, Literal
 
 import msgspec
@@ -26,12 +22,10 @@ class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         blocks: capacity in blocks. Of a shared store: number of blocks that one manager remembers at most.
-        write: `through` offers a block as soon as the tier above has it, `eviction` when the tier above evicts it.
         filter: whether only blocks that were offered often enough are offloaded into this tier.
     """
 
     blocks: int
-    write: Literal["through", "eviction"] = "through"
     filter: bool = False
 
     def __post_init__(self) -> None:
@@ -44,7 +38,6 @@ class TierContent(Generic[Key]):
 
     Attributes:
         blocks: readable blocks, least recently used first.
-        saved: readable blocks that are evicted before `blocks`.
         writing: blocks that are being written; they take room.
         abandoned: blocks in `writing` that must not become readable.
         gone: removed blocks that a transfer still uses.
@@ -56,7 +49,6 @@ class TierContent(Generic[Key]):
         self.name = name
         self.limits = limits
         self.blocks: OrderedDict[Key, None] = OrderedDict()
-        self.saved: OrderedDict[Key, None] = OrderedDict()
         self.writing: set[Key] = set()
         self.abandoned: set[Key] = set()
         self.gone: set[Key] = set()
@@ -66,7 +58,7 @@ class TierContent(Generic[Key]):
 
     @property
     def used(self) -> int:
-        return len(self.blocks) + len(self.saved) + len(self.writing) + len(self.gone)
+        return len(self.blocks) + len(self.writing) + len(self.gone)
 
     @property
     def free(self) -> int:
@@ -74,7 +66,7 @@ class TierContent(Generic[Key]):
         return self.limits.blocks - self.used
 
     def __contains__(self, key: Key) -> bool:
-        return key in self.blocks or key in self.saved
+        return key in self.blocks
 
     def is_busy(self, key: Key) -> bool:
         """Return whether the block cannot be written now, because it is being written or its old copy is in use."""
@@ -82,24 +74,17 @@ class TierContent(Generic[Key]):
 
     def touch(self, keys: Sequence[Key]) -> None:
         """Mark readable blocks as just used; the first of them is evicted last, because the others depend on it."""
-        move, blocks, saved = self.blocks.move_to_end, self.blocks, self.saved
+        move, blocks = self.blocks.move_to_end, self.blocks
         for key in reversed(keys):
             if key in blocks:
                 move(key)
-            elif key in saved:
-                del saved[key]
-                blocks[key] = None
 
     def present(self, keys: Iterable[Key]) -> list[Key]:
-        blocks, saved = self.blocks, self.saved
-        if saved:
-            return [key for key in keys if key in blocks or key in saved]
+        blocks = self.blocks
         return [key for key in keys if key in blocks]
 
     def lacking(self, keys: Iterable[Key]) -> list[Key]:
-        blocks, saved = self.blocks, self.saved
-        if saved:
-            return [key for key in keys if key not in blocks and key not in saved]
+        blocks = self.blocks
         return [key for key in keys if key not in blocks]
 
     def writable(self, keys: Iterable[Key]) -> list[Key]:
@@ -141,7 +126,8 @@ class TierContent(Generic[Key]):
             if key in self.writing:
                 self.abandoned.add(key)
             elif key in self:
-                self._drop(key)
+                del self.blocks[key]
+                self.pinned.discard(key)
                 removed.append(key)
                 if key in self.leases:
                     self.gone.add(key)
@@ -149,28 +135,12 @@ class TierContent(Generic[Key]):
 
     def clear(self) -> list[Key]:
         """Remove all blocks; return those that were readable, least recently used first."""
-        return self.remove([*self.saved, *self.blocks, *self.writing])
+        return self.remove([*self.blocks, *self.writing])
 
-    def evict(self, count: int, keep: Container[Key]) -> tuple[list[Key], list[Key]]:
-        """Evict the least recently used blocks except `keep`. Return those that were in `saved`, and those in `blocks`.
-
-        They are fewer than `count` if the remaining blocks are in use.
-        """
-        saved = self._evict_from(self.saved, count, keep)
-        return saved, self._evict_from(self.blocks, count - len(saved), keep)
-
-    def oldest(self, count: int) -> list[Key]:
-        """Return up to `count` of the least recently used blocks that can be evicted, and are not in `saved`."""
-        found = islice(self.blocks, count + SKIPS_MAX)
-        return [key for key in found if key not in self.leases and key not in self.pinned][:count]
-
-    def save(self, keys: Iterable[Key]) -> None:
-        for key in keys:
-            del self.blocks[key]
-            self.saved[key] = None
-
-    def _evict_from(self, queue: "OrderedDict[Key, None]", count: int, keep: Container[Key]) -> list[Key]:
+    def evict(self, count: int, keep: Container[Key]) -> list[Key]:
+        """Evict the least recently used blocks except `keep`: fewer than `count` if the remaining blocks are in use."""
         evicted: list[Key] = []
+        queue = self.blocks
         skips = min(len(self.leases) + len(self.pinned), SKIPS_MAX)
         leases, pinned = self.leases, self.pinned
         while len(evicted) < count and queue:
@@ -187,10 +157,3 @@ class TierContent(Generic[Key]):
             else:
                 evicted.append(key)
         return evicted
-
-    def _drop(self, key: Key) -> None:
-        if key in self.blocks:
-            del self.blocks[key]
-        else:
-            del self.saved[key]
-        self.pinned.discard(key)

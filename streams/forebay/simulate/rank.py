@@ -17,7 +17,6 @@ from forebay.engine_model.model import (
     Finished,
     FirstTokenStep,
     QueueFull,
-    Removed,
     RequestRefused,
     Stored,
 )
@@ -126,7 +125,7 @@ class EngineRank:
     def step_events(self, changes: list[CacheChange]) -> list[AnyKvEvent]:
         events: list[AnyKvEvent] = [*map(self._cache_event, changes)] if self.spec.kv_events else []
         if self.tiers is not None:
-            self.tiers.stepped([change.hashes for change in changes if isinstance(change, Removed)])
+            self.tiers.stepped()
             events += self.tier_events()
         return events
 

@@ -19,11 +19,11 @@ BYTES_MIN = 1_000_000  # a few blocks of a small model
 # Keys of each kind of tier, the required one first. Values of a key that several tiers have must be equal, unless it is
 # the size or the path of one tier.
 KEYS = {
-    "host": ("size", "write"),
-    "disk": ("path", "size", "write", "filter"),
-    "store": ("path", "size", "endpoint", "write", "filter"),
+    "host": ("size",),
+    "disk": ("path", "size", "filter"),
+    "store": ("path", "size", "endpoint", "filter"),
 }
-VALUES = {"write": ("through", "eviction"), "filter": ("on", "off")}
+VALUES = {"filter": ("on", "off")}
 KEY = re.compile(r",(?=[a-z]+=)")
 
 
@@ -36,8 +36,8 @@ class TierOptions:
         Option(
             metavar="KIND:KEY=VALUE,...",
             help="Tier for KV: host:size=4GB, disk:path=DIR,size=100GB, or store:path=DIR,size=1TB, which workers"
-            " share; its path may be s3://BUCKET/PREFIX, with endpoint=URL. write=eviction copies KV to the next tier"
-            " when it is evicted, filter=off also copies KV used once. Repeatable.",
+            " share; its path may be s3://BUCKET/PREFIX, with endpoint=URL. filter=off also copies KV used once."
+            " Repeatable.",
         ),
     ] = None
 
@@ -58,7 +58,6 @@ class TierOptions:
             store=_store(store["path"], store.get("endpoint", "")) if store else "",
             store_bytes=_bytes("store", store, STORE_BYTES),
             store_endpoint=store.get("endpoint", ""),
-            write="eviction" if others.get("write") == "eviction" else "through",
             filter=None if "filter" not in others else others["filter"] == "on",
         )
 

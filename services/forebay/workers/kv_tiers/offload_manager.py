@@ -58,7 +58,6 @@ class OffloadManager:
     Args:
         wake: called on any thread when `poll` has work.
         owner: name of this worker, for the error of another worker that uses the same disk tier.
-        reports_evictions: whether the caller calls `device_evicts`. Otherwise the fastest tier is written through.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class OffloadManager:
         *,
         wake: Callable[[], None],
         owner: str = "",
-        reports_evictions: bool = True,
     ) -> None:
         self.costs = CostModel()
         self._settings = settings
@@ -77,7 +75,7 @@ class OffloadManager:
         self._lanes = TransferLanes(wake)
         self._requests: deque[Counter[str]] = deque()  # blocks of recent prompts: all, and those found in each tier
         self._found: Counter[str] = Counter()  # sums over them
-        tiers = _tier_set(settings, identity, reports_evictions=reports_evictions)
+        tiers = _tier_set(settings, identity)
         self._manager: TierManager[BlockName] = TierManager(tiers)
         host = HostMemory(tiers.host.blocks, identity.block_bytes) if tiers.host else None
         self._transfers = TierTransfers(
@@ -165,11 +163,6 @@ class OffloadManager:
         """
         self._refresh()
         self._begin_offer(self._manager.offer(names), names, block, done)
-
-    def device_evicts(self, names: Sequence[BlockName], block: Blocks, done: Callable[[], None] = _nothing) -> None:
-        """Offload blocks that device memory is about to evict, if tiers are written on eviction. See `offer`."""
-        self._refresh()
-        self._begin_offer(self._manager.device_evicts(names), names, block, done)
 
     def prefetch(self, names: Sequence[BlockName], begin: int, hinted: int = 0) -> None:
         """Copy blocks from disk or store to host memory while a request waits, if that will pay. See `match`."""
@@ -334,7 +327,7 @@ def open_store(
     return kind(root, identity, quota_bytes=quota, shared=tier == "store", owner=owner)
 
 
-def _tier_set(settings: TierSettings, identity: KvIdentity, *, reports_evictions: bool) -> TierSet:
+def _tier_set(settings: TierSettings, identity: KvIdentity) -> TierSet:
     """Return the sizes and policies of the tiers. Raises EngineError if a tier has no room for a block."""
     size = identity.block_bytes
     limits: dict[LowerTier, TierLimits] = {}
@@ -348,7 +341,6 @@ def _tier_set(settings: TierSettings, identity: KvIdentity, *, reports_evictions
             continue
         if total < block:
             raise EngineError(f"a {tier} tier of {total:,} bytes has no room for one KV block of {block:,} bytes")
-        write = settings.write if limits or reports_evictions else "through"
-        limits[tier] = TierLimits(blocks=total // block, write=write, filter=tier != "host" and settings.filters)
+        limits[tier] = TierLimits(blocks=total // block, filter=tier != "host" and settings.filters)
     writes_max = min(WRITES_MAX, max(WRITES_MIN, WRITE_BYTES // size))
     return TierSet(host=limits.get("host"), disk=limits.get("disk"), store=limits.get("store"), writes_max=writes_max)

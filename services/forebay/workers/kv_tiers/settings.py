@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 DISK_BYTES = 100 * 10**9
 STORE_BYTES = 1000 * 10**9
@@ -19,7 +18,6 @@ class TierSettings:
         store: shared store: a directory or `s3://BUCKET/PREFIX`; empty for no shared store.
         store_bytes: maximum size of the shared store in bytes, over all workers and identities.
         store_endpoint: URL of the S3 endpoint of the shared store; empty for that of boto3's configuration.
-        write: when blocks are offloaded: as soon as the tier above has them, or when that tier evicts them.
         filter: whether disk and store accept only blocks that were used at least twice; None to filter if there is a
             host tier.
     """
@@ -30,7 +28,6 @@ class TierSettings:
     store: str = ""
     store_bytes: int = STORE_BYTES
     store_endpoint: str = ""
-    write: Literal["through", "eviction"] = "through"
     filter: bool | None = None
     read_s: float = 5.0
     write_s: float = 30.0

@@ -163,13 +163,11 @@ class SimulatedTiers:
         onboarded = self._onboarded.pop(request_id, ())
         return _at_most(onboarded, cached_tokens)
 
-    def stepped(self, evicted: Iterable[Sequence[int]]) -> None:
-        """Offer the output blocks that became full in a step, and the blocks that device memory has evicted."""
+    def stepped(self) -> None:
+        """Offer the output blocks that became full in a step."""
         outputs, self._outputs = self._outputs, []
         if outputs:
             self._offer(outputs)
-        for keys in evicted:
-            self._begin_writes(self._manager.device_evicts(keys[::-1]))  # the last block of a prompt leaves first
 
     def changes(self) -> list[BlockChange]:
         """Return the changes of all tiers since the last call, in order per tier."""

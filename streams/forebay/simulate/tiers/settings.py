@@ -1,7 +1,7 @@
 """Sizes, bandwidths and latencies of the simulated tiers of KV blocks."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
@@ -37,8 +37,6 @@ class TierModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     size: str  # size in bytes with a unit, as in `64GB`, or in blocks, as in `4096 blocks`; `0` for no tier
     bandwidth: Bandwidth  # GB (10^9 bytes) per second; 0 for an unlimited bandwidth
     latency_us: Latency  # microseconds from the begin of a load or write to its first byte
-    # `through` writes a block as soon as the tier above has it, `eviction` when the tier above evicts it.
-    write: Literal["through", "eviction"] = "through"
     # Whether only blocks that were used again are written; None filters blocks on their way from host memory to disk
     # and store.
     filter: bool | None = None
@@ -115,4 +113,4 @@ def _limits(name: str, tier: TierModel | None, block_bytes: int, *, is_filtered:
         raise TierUnusable(name, f"got a size of {tier.size}, but one block has {block_bytes} bytes")
     if blocks > BLOCKS_MAX:
         raise TierUnusable(name, f"got a size of {tier.size}, which is {blocks} blocks; the maximum is {BLOCKS_MAX}")
-    return TierLimits(blocks=blocks, write=tier.write, filter=is_filtered if tier.filter is None else tier.filter)
+    return TierLimits(blocks=blocks, filter=is_filtered if tier.filter is None else tier.filter)

@@ -39,7 +39,7 @@ from forebay.engine_model.model import (
     RequestRefused,
     RequestTooLarge,
 )
-from forebay.engine_model.steps import Load, Removed, StoreChange, Stored
+from forebay.engine_model.steps import Load, StoreChange, Stored
 from forebay.engine_model.timing import StepWork
 from forebay.events.base import U32_BYTES, U64_BYTES, array_u64, pack_u32
 from forebay.events.fleet import WorkerSpec
@@ -174,12 +174,8 @@ class MockTiers:
 
     def offload(self, changes: Sequence[CacheChange]) -> None:
         for change in changes:
-            match change:
-                case Stored(tier="device"):
-                    self._offer(_names(change.hashes))
-                case Removed(tier="device"):
-                    names = _names(change.hashes)
-                    self.manager.device_evicts(names, partial(self._bytes, names))
+            if isinstance(change, Stored) and change.tier == "device":
+                self._offer(_names(change.hashes))
 
     def use(self, prompt: TieredPrompt, cached_tokens: int) -> None:
         """Offer the blocks of a prompt that device memory had before it was computed, and measure the prompt."""

@@ -115,7 +115,6 @@ class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs witho
                 identity,
                 wake=wake.set,
                 owner=self._config.worker_id,
-                reports_evictions=False,  # vLLM reports them only when the block is already reused
             )
             tiers.open()
         self.tier_rank = RANKS[self._engine_id] = VllmRank(
