@@ -61,7 +61,7 @@ def test_a_timeline_is_shown_as_text(log: Path) -> None:
     assert "34 prompt tokens in 8 full blocks, at most 2 output tokens, deadline after 1 s" in lines[1]
     assert "hints: worker_id a, priority 3" in lines
     assert "    +0.000 s  routed to a: the request is pinned to it" in lines
-    assert "              kv: temperature 0.5, queue_threshold 0.25" in lines
+    assert "              kv: temperature 0.5, queue.threshold 0.25" in lines
     assert any(line.split()[:3] == ["*", "a", "16.50"] for line in lines)
     assert "              excluded b/0: the request is pinned to a" in lines
     assert "    +0.500 s  finished (stop) with 7 output tokens" in lines

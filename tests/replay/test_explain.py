@@ -92,7 +92,7 @@ async def test_a_queued_request_is_routed_when_capacity_is_available() -> None:
         " 10 prompt tokens are not cached on any rank"
     )
     (routing,) = found.routings
-    assert (routing.waited_us, routing.after_us, routing.config["queue_threshold"]) == (510, 510, 0.25)
+    assert (routing.waited_us, routing.after_us, routing.config["queue.threshold"]) == (510, 510, 0.25)
 
 
 async def test_id_reused_while_queued_and_policy_error_when_dequeued() -> None:
@@ -409,7 +409,6 @@ def cost_of(one: CandidateCost, config: RouterConfig) -> float:
 
 def check_routing(routing: Routing, recorded: RequestRouted | RouteAnswered) -> None:
     known = {name: value for name, value in routing.config.items() if name in RouterConfig.__struct_fields__}
-    known.pop("busy", None)
     config = msgspec.structs.replace(RouterConfig(), **known)
     assert [one.cost for one in routing.candidates] == [cost_of(one, config) for one in routing.candidates]
     winner = routing.candidates[routing.winner]

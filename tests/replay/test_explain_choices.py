@@ -256,7 +256,7 @@ async def test_full_ranks_are_reported_with_values_and_end_of_wait() -> None:
     routing = await routing_of(made, SHORT)
     made.ask("late", SHORT)
     made.wait(500_000)
-    assert routing.config["queue_run_ahead"] == 0.0
+    assert routing.config["queue.run_ahead"] == 0.0
     assert [(one.seen.worker_id, one.reasons) for one in routing.left_out] == [(full, ("full",))]
     assert routing.left_out[0].text == "it is full: 8 active requests, maximum 8"
     late = await made.explain("late")

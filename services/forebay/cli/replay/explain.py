@@ -30,6 +30,7 @@ from forebay.replay.explain.explanation import (
     TokenSource,
 )
 from forebay.replay.explain.find import OnProgress, UnknownRequest
+from forebay.replay.moment import flat
 from forebay.transport.base import NotDerivable
 from forebay.transport.history.reader import OtherRules
 from forebay.transport.recording.manifest import utc
@@ -209,12 +210,12 @@ def _show_routing(console: Console, routing: Routing, *, everything: bool) -> No
 
 def _settings(routing: Routing) -> str:
     """Return the settings that are not at their default or that the request overrode."""
-    defaults = RouterConfig()
+    defaults = dict(flat(RouterConfig()))
     found = []
     for name, value in routing.config.items():
         if name in routing.overridden:
             found.append(f"{name} {_value(value)} (set by the request)")
-        elif value != getattr(defaults, name, None):
+        elif value != defaults[name]:
             found.append(f"{name} {_value(value)}")
     return ", ".join(found)
 

@@ -15,7 +15,7 @@ from forebay.core.routing.eligibility import Ineligible, filter_eligible, is_bus
 from forebay.core.routing.evaluation import find_overlaps
 from forebay.core.routing.plan import Plan
 from forebay.core.routing.planner import find_options
-from forebay.core.routing.policies import BUILT_IN, draw_two
+from forebay.core.routing.policies import draw_two
 from forebay.core.routing.selection import softmax_weights
 from forebay.core.routing.stages import as_prefill_request
 from forebay.core.state.fleet import FleetWorker, WorkerPhase
@@ -38,30 +38,12 @@ from forebay.replay.explain.explanation import (
     SelectionReason,
     SubmissionEvent,
 )
+from forebay.replay.moment import flat
 
 ELIGIBILITY_REJECTIONS = frozenset(
     {"busy", "no_workers", "no_eligible_worker", "unknown_worker"}
 )  # rejections because no worker rank is eligible
-COST_SETTINGS = (
-    "selection_policy",
-    "overlap_score_credit",
-    "overlap_score_credit_decay",
-    "prefill_load_scale",
-    "host_cache_hit_weight",
-    "disk_cache_hit_weight",
-    "shared_cache_hit_weight",
-    "tier_credit",
-    "decode_active_request_weight",
-    "eviction_weight",
-    "track_prefill_tokens",
-    "track_active_blocks",
-    "track_output_blocks",
-    "assume_kv_reuse",
-    "use_kv_events",
-    "temperature",
-)
 SHOWN_TERMS = tuple(name for name in CandidateCost.__struct_fields__ if name in CostTerms.__struct_fields__)
-BY_LOAD_OR_TURN = frozenset({"round-robin", "random", "power-of-two", "least-loaded"})  # modes that ignore the cost
 
 
 def routing_of(world: World, plan: Plan) -> Routing:
@@ -158,27 +140,11 @@ def _chances(plan: Plan) -> list[float]:
 
 
 def _settings(world: World, plan: Plan) -> dict[str, Any]:
-    config = plan.config
-    found: dict[str, Any] = {}
-    if config.mode not in BY_LOAD_OR_TURN:
-        drawn = config.mode != "direct"
-        found = {name: getattr(config, name) for name in COST_SETTINGS if drawn or name != "temperature"}
-    if not config.use_kv_events:
-        found["ttl_s"] = config.ttl_s
-    elif config.predicted_ttl_s:
-        found["predicted_ttl_s"] = config.predicted_ttl_s
-    if plan.request.hints.session_id:
-        found |= {"session_ttl_s": config.session_ttl_s, "session_mode": config.session_mode}
-    busy = world.busy.get(plan.pool.pool, config.busy)
-    if busy != BusyThresholds():
-        found["busy"] = msgspec.to_builtins(busy)
-    if config.queue.threshold is not None:
-        found["queue_threshold"] = config.queue.threshold
-    if config.queue.run_ahead is not None:
-        found["queue_run_ahead"] = config.queue.run_ahead
-    if config.mode not in BUILT_IN:
-        found["policy"] = config.mode
-    return found
+    """Return the settings in force, by their dotted names in a router configuration."""
+    config, pool = plan.config, plan.pool.pool
+    busy, disagg = world.busy.get(pool, config.busy), world.disagg.get(pool, config.disagg)
+    settings = flat(msgspec.structs.replace(config, busy=busy, disagg=disagg))
+    return {name: value for name, value in settings if name not in ("mode", "queue.classes")}
 
 
 def _unmet(worker: FleetWorker, rank: int, request: SubmittedRequest) -> Iterator[tuple[ExclusionReason, str]]:

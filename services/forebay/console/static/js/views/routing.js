@@ -188,7 +188,6 @@ function termsTable(routing, order) {
 function settings({ mode, config, overridden }) {
   const names = Object.keys(config);
   const overrides = overridden.length ? `, of which the request overrode ${overridden.join(", ")}` : "";
-  if (!names.length) return h("p", { class: "soft" }, `Policy ${mode}, which has no settings.`);
   return h(
     "details",
     {},
