@@ -29,38 +29,36 @@ pool = "default"
 profile = "profile.json"
 """
 ENGINE_POOL = f'{POOL}engine_profile = "engine.toml"\n'
-ALL_KEYS = """
-interval_s = 10
-method = "both"
-equations = "corrected"
-ttft_ms = 300
-itl_ms = 20.5
-gpu_budget = 40
-min_gpus = 2
-max_change = 4
-down_sensitivity = 0.7
-min_observations = 3
-cooldown_s = 30
-action_timeout_s = 600
-predictor = "moving-average"
-advisory = true
-
-[[pools]]
-group = "org/llama"
-pool = "prefill"
-role = "prefill"
-min_size = 2
-max_size = 8
-gpus_per_worker = 4
-startup_s = 40
-kv_tokens = 100000
-profile = "profile.json"
-
-[[pools]]
-group = "org/llama"
-pool = "decode"
-role = "decode"
-"""
+ALL_KEYS: dict[str, Any] = {
+    "interval_s": 10.0,
+    "method": "both",
+    "equations": "corrected",
+    "ttft_ms": 300.0,
+    "itl_ms": 20.5,
+    "gpu_budget": 40,
+    "min_gpus": 2,
+    "max_change": 4,
+    "down_sensitivity": 0.7,
+    "min_observations": 3,
+    "cooldown_s": 30.0,
+    "action_timeout_s": 600.0,
+    "predictor": "moving-average",
+    "advisory": True,
+}
+POOL_KEYS: dict[str, Any] = {
+    "group": "org/llama",
+    "pool": "prefill",
+    "role": "prefill",
+    "min_size": 2,
+    "max_size": 8,
+    "gpus_per_worker": 4,
+    "startup_s": 40.0,
+    "kv_tokens": 100_000,
+}
+POINTS: dict[str, Any] = {
+    "prefill": tuple(PrefillPoint(**point) for point in PREFILL),
+    "decode": tuple(DecodePoint(**point) for point in DECODE),
+}
 
 
 def written(folder: Path, text: str, profile: Any = PROFILE) -> Path:
@@ -72,46 +70,19 @@ def written(folder: Path, text: str, profile: Any = PROFILE) -> Path:
 
 
 def test_defaults_of_a_file(tmp_path: Path) -> None:
-    pool = PoolScaling(
-        group="llama",
-        pool="default",
-        prefill=tuple(PrefillPoint(**point) for point in PREFILL),
-        decode=tuple(DecodePoint(**point) for point in DECODE),
-    )
+    pool = PoolScaling(group="llama", pool="default", **POINTS)
     assert read_planner_file(written(tmp_path, POOL)).settings == PlannerSettings(pools=(pool,))
 
 
 def test_all_keys_of_a_file(tmp_path: Path) -> None:
-    found = read_planner_file(written(tmp_path, ALL_KEYS)).settings
-    prefill = PoolScaling(
-        group="org/llama",
-        pool="prefill",
-        role="prefill",
-        min_size=2,
-        max_size=8,
-        gpus_per_worker=4,
-        startup_s=40.0,
-        kv_tokens=100_000,
-        prefill=tuple(PrefillPoint(**point) for point in PREFILL),
-        decode=tuple(DecodePoint(**point) for point in DECODE),
+    pool = POOL_KEYS | {"profile": "profile.json"}
+    whole, first = (
+        "".join(f"{name} = {json.dumps(value)}\n" for name, value in keys.items()) for keys in (ALL_KEYS, pool)
     )
-    assert found == PlannerSettings(
-        pools=(prefill, PoolScaling(group="org/llama", pool="decode", role="decode")),
-        interval_s=10.0,
-        method="both",
-        equations="corrected",
-        ttft_ms=300.0,
-        itl_ms=20.5,
-        gpu_budget=40,
-        min_gpus=2,
-        max_change=4,
-        down_sensitivity=0.7,
-        min_observations=3,
-        cooldown_s=30.0,
-        action_timeout_s=600.0,
-        predictor="moving-average",
-        advisory=True,
-    )
+    second = 'group = "org/llama"\npool = "decode"\nrole = "decode"'
+    found = read_planner_file(written(tmp_path, f"{whole}[[pools]]\n{first}[[pools]]\n{second}")).settings
+    decode = PoolScaling(group="org/llama", pool="decode", role="decode")
+    assert found == PlannerSettings(pools=(PoolScaling(**POOL_KEYS, **POINTS), decode), **ALL_KEYS)
 
 
 def test_a_pool_of_method_simulate_has_an_engine(tmp_path: Path) -> None:
