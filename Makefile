@@ -30,7 +30,7 @@ PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 PYTEST_REAL = $(BIN)/pytest --numprocesses 2 --dist loadfile
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines
 
-.PHONY: help setup setup-engines up test test-all explore fuzz fuzz-bugs test-kafka test-engines kafka kafka-stop demo-kafka demo-failover demo-upgrade demo-disagg demo-scaling demo-tiers demo-console lint type fmt mutations coverage bench \
+.PHONY: help setup setup-engines up test test-all explore fuzz fuzz-bugs test-kafka test-engines kafka kafka-stop demo-kafka demo-upgrade demo-disagg demo-scaling demo-tiers demo-console lint type fmt mutations coverage bench \
     schemas golden report-picture console-pictures lock lock-engines resolve ci clean
 
 help: ## show this help
@@ -74,11 +74,8 @@ kafka: $(READY) ## start Apache Kafka on the loopback address (Java 17, Maven); 
 kafka-stop: $(READY) ## stop the broker that `make kafka` started
 	@$(BIN)/python infra/kafka/kafka.py stop $(ARGS)
 
-demo-kafka: $(READY) ## kill the owner of a distributed system under load (Java 17, Maven); options in ARGS="..."
+demo-kafka: $(READY) ## kill a worker and the owner of a distributed system under load (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/python -m tests.harness.demo_kafka $(ARGS)
-
-demo-failover: $(READY) ## kill owners, workers, brokers and Redis under load (Java 17, Maven); options in ARGS="..."
-	@$(BIN)/python -m tests.harness.demo_failover $(ARGS)
 
 demo-upgrade: $(READY) ## upgrade to a version with other decision rules under load, and back (Java 17, Maven)
 	@$(BIN)/python -m tests.harness.demo_upgrade $(ARGS)

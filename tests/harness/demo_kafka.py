@@ -1,9 +1,10 @@
-"""`make demo-kafka`: a distributed forebay under load loses its owner, and clients see only a delay.
+"""`make demo-kafka`: a distributed forebay under load loses a worker and its owner, and clients see only a delay.
 
-Starts Kafka, Redis, two ingresses, two routers and mock workers, plays a trace, kills the router that owns the
-group with SIGKILL half-way, and verifies every decision in a separate process. Exits 1 unless each request was
-answered once, routing resumed within 10 s, and every decision was derived equal. Kafka and Redis of your own:
-FOREBAY_KAFKA (host:port) and FOREBAY_REDIS (URL); topics of this run are removed from them afterwards.
+Starts Kafka, Redis, two ingresses, two routers and mock workers, and plays a trace. Kills a worker after a quarter of
+the trace, and half-way the router that owns the group, both with SIGKILL. Verifies every decision in a separate
+process. Exits 1 unless each request was answered once, routing resumed within 10 s, and every decision was derived
+equal. Kafka and Redis of your own: FOREBAY_KAFKA (host:port) and FOREBAY_REDIS (URL); topics of this run are removed
+from them afterwards.
 """
 
 import argparse
@@ -20,9 +21,11 @@ from forebay.simulate.workload import WorkloadOptions
 from forebay.simulate.workloads.rows import BLOCK_TOKENS
 from tests.harness.cluster import Cluster, Ownership
 from tests.harness.demos import Demo, Place, TraceResult, begin_trace, positive, until_routed
+from tests.harness.failover import lost
 from tests.harness.processes import ProcessError
 
 ROUTERS, INGRESSES = ("r1", "r2"), ("i1", "i2")  # of the routers one owns, one stands by
+KILLED = "w1"
 RESUMED_WITHIN_S = 10.0  # the session timeout of Kafka's consumer group is 6 s
 REPORT_EVERY_S = 5.0
 SEED = 2026
@@ -86,12 +89,16 @@ def write_trace(path: Path, seed: int) -> None:
 
 
 async def play(cluster: Cluster, trace: Path, options: argparse.Namespace, result: Result) -> None:
-    """Play the trace, kill the owner half-way, and wait for every response."""
+    """Play the trace, kill a worker and half-way the owner, and wait for every response."""
     duration = () if options.duration_s is None else ("--duration-s", str(options.duration_s))
     began_s = time.monotonic()
     begin_trace(cluster, trace, "--speed", str(options.speed), *duration)
     reporting = asyncio.create_task(report_progress(cluster, result.requests, began_s))
     try:
+        await until_routed(cluster, result.requests // 4)
+        killed_us = cluster.kill(KILLED)
+        lost_s = ((await lost(cluster, KILLED)).at_us - killed_us) / 1e6
+        DEMO.report(f"kill -9 of worker {KILLED}, whose loss was recorded {lost_s:.1f} s later")
         result.killed_at = await until_routed(cluster, result.requests // 2)
         owner = await cluster.owner()
         killed_us = cluster.kill(owner)
@@ -154,7 +161,7 @@ async def run(place: Place, options: argparse.Namespace) -> Result:
 def main() -> int:
     DEMO.add_trace_options(speed=1.0)
     DEMO.add("--duration-s", type=positive, help="only the first seconds of the trace")
-    DEMO.add("--workers", type=int, default=8, choices=range(1, 17), metavar="1-16", help="(%(default)s)")
+    DEMO.add("--workers", type=int, default=8, choices=range(2, 17), metavar="2-16", help="(%(default)s)")
     return DEMO.run(run)
 
 

@@ -151,10 +151,13 @@ class Demo:
     def run(self, run: Run) -> int:
         """Run the demo until it ends or a signal stops it; return its exit code.
 
+        The exit code is 0 on success, 1 if the demo failed, 2 if it could not run, and 130 if it was interrupted.
         FOREBAY_KAFKA and FOREBAY_REDIS name a running Kafka and Redis; otherwise the demo starts its own.
         """
+        options = self._parser.parse_args()
+        folder = Path(tempfile.mkdtemp(prefix="forebay-demo-"))
 
-        async def with_services(folder: Path, options: argparse.Namespace) -> Verdict:
+        async def with_services() -> Verdict:
             with contextlib.ExitStack() as stack:
                 given = os.environ.get("FOREBAY_KAFKA")
                 if given is None:
@@ -164,17 +167,8 @@ class Demo:
                 self.report(f"Kafka at {kafka}, Redis at {redis_url}")
                 return await run(Place(kafka, redis_url, folder, given is not None), options)
 
-        return self.run_alone(with_services)
-
-    def run_alone(self, run: Callable[[Path, argparse.Namespace], Coroutine[Any, Any, Verdict]]) -> int:
-        """Run the demo with a folder for its logs until it ends or a signal stops it; return its exit code.
-
-        The exit code is 0 on success, 1 if the demo failed, 2 if it could not run, and 130 if it was interrupted.
-        """
-        options = self._parser.parse_args()
-        folder = Path(tempfile.mkdtemp(prefix="forebay-demo-"))
         try:
-            result = asyncio.run(_until_ended(run(folder, options)))
+            result = asyncio.run(_until_ended(with_services()))
         except (Missing, WorkloadUnusable) as error:
             shutil.rmtree(folder)
             self.report(f"cannot run: {error}")

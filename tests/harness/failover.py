@@ -1,4 +1,4 @@
-"""Break a distributed system under load, measure how long it does not route, and check that no request suffers.
+"""Load on a distributed system while a test or demo breaks it, and the check that no request suffers.
 
 A request suffers if its client gets no response, two responses or other tokens than those of an undisturbed run, or if
 the log holds a request that never ended.

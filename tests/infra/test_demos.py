@@ -11,7 +11,7 @@ import pytest
 from forebay.core.world import CORE_VERSION
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import WorkloadOptions
-from tests.harness import demo_disagg, demo_failover, demo_kafka, demo_tiers, demo_upgrade
+from tests.harness import demo_disagg, demo_kafka, demo_tiers, demo_upgrade
 from tests.harness.cluster import Ownership
 from tests.harness.demo_upgrade import WARM, HandOff, hand_off_in, kept
 from tests.harness.failover import Counts
@@ -33,12 +33,6 @@ def disagg(**changes: Any) -> demo_disagg.Result:
     stages = Counter({"prefill": 9, "decode": 9, "decode again": 1})
     good = {"answered_once": 9, "stages": stages, "moved_bytes": 2_500_000, "verified": 18, "decisions": 18}
     return demo_disagg.Result(requests=9, **{**good, **changes})
-
-
-def failover(**changes: Any) -> demo_failover.Result:
-    text = "no routing for p50 1.00 s, max 1.20 s"
-    row = demo_failover.Row("owner killed 2 times", changes.get("counts", Counts(sent=9, rejected=3)), text)
-    return demo_failover.Result([row], changes.get("verified", [(9, 9)]))
 
 
 def kafka(**changes: Any) -> demo_kafka.Result:
@@ -87,10 +81,6 @@ Verdict = Callable[..., Any]
             "2.5 MB of KV moved, 0 transfers failed; verified 18 of 18: ok",
         ),
         (
-            failover,
-            "  owner killed 2 times | 9 | 3 | 0 | no routing for p50 1.00 s, max 1.20 s | ok\n  verified 9 of 9: ok",
-        ),
-        (
             kafka,
             "9 requests, 9 answered once, owner killed at 5, routing resumed after 6.0 s, "
             "verified 9 of 9 across 2 owners: ok",
@@ -113,9 +103,6 @@ def test_the_last_lines_summarize_the_result(demo: Verdict, lines: str) -> None:
         (disagg, {"wrong": 2}, "2 responses have wrong tokens"),
         (disagg, {"moved_bytes": 0}, "no KV was moved"),
         (disagg, {"verified": 17}, "18 decisions were recorded and 17 of them derived equal"),
-        (failover, {"counts": Counts(9, 3, ["a: 0 ends, no error"])}, "owner killed 2 times: a: 0 ends, no error"),
-        (failover, {"verified": [(8, 9)]}, "8 of 9 decisions were derived equal"),
-        (failover, {"verified": [(0, 0)]}, "0 of 0 decisions were derived equal"),
         (kafka, {"answered_once": 8}, "1 requests were not answered once"),
         (kafka, {"resumed_s": 10.1}, "routing was to resume within 10 s"),
         (kafka, {"resumed_s": None}, "routing was to resume within 10 s"),
@@ -148,14 +135,6 @@ def test_each_unmet_requirement_is_reported(demo: Verdict, change: dict[str, Any
     assert len(result.problems) == 1
     assert result.problems[0].startswith(problem)
     assert "FAILED" in result.line().splitlines()[-1]
-
-
-def test_a_failover_that_takes_longer_than_its_limit_is_a_problem() -> None:
-    row, limit_s = demo_failover.Row("owner stopped"), demo_failover.BARS.stop_max_s
-    row.require("the time without routing", limit_s, limit_s)
-    assert row.problems == []
-    row.require("the time without routing", limit_s + 0.01, limit_s)
-    assert row.problems == ["the time without routing is 0.21 s, the limit is 0.2 s"]
 
 
 def test_the_generated_trace_is_deterministic_and_shares_prefixes(tmp_path: Path) -> None:

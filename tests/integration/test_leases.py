@@ -1,17 +1,18 @@
 """Leases on a Redis that is flushed and restarted, and leases of killed workers."""
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 import pytest_asyncio
+import redis
 
-from forebay.events.decisions import RequestAborted
+from forebay.events.decisions import CacheResyncRequested, RequestAborted
 from forebay.events.fleet import IngressLost, WorkerLost
 from forebay.events.topics import DECISIONS, FLEET
 from tests.harness.cluster import Cluster
-from tests.harness.demo_failover import part_redis
-from tests.harness.failover import System
+from tests.harness.failover import Counts, System
 from tests.harness.local import StoppableRedis, stoppable_redis
 from tests.integration.conftest import MakeCluster, available_or_skipped
 from tests.integration.stream_clients import StreamClients, problems, prompt, stream_clients
@@ -19,6 +20,8 @@ from tests.integration.stream_clients import StreamClients, problems, prompt, st
 WORKERS = ("w1", "w2", "w3")
 TOKENS = 60
 FLUSHES = 8
+STOPPED_S = 5.0  # longer than a lease of 3 s
+ASK_EVERY_S = 0.05
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -40,10 +43,34 @@ async def cluster(make_cluster: MakeCluster, own_redis: StoppableRedis) -> Async
 async def test_flushes_and_an_outage_of_redis_harm_no_request_and_no_worker(
     cluster: Cluster, own_redis: StoppableRedis, report: Callable[[str], None]
 ) -> None:
-    row = await part_redis(System(cluster), own_redis, FLUSHES)
-    report(row.measured)
-    assert row.counts.sent > 0
-    assert row.problems + row.counts.problems == []
+    system, counts, members = System(cluster), Counts(), len(await cluster.members())
+
+    async def until_held() -> None:
+        with redis.Redis.from_url(own_redis.url) as client:
+            leases = lambda: list(client.scan_iter(match=f"{cluster.namespace}:lease:*"))  # noqa: E731
+            await cluster.until("leases are held again", leases, lambda found: len(found) == members)
+
+    async def harmed() -> list[WorkerLost | CacheResyncRequested]:
+        return [*await cluster.events(FLEET, WorkerLost), *await cluster.events(DECISIONS, CacheResyncRequested)]
+
+    before = await harmed()
+    async with system.load(ASK_EVERY_S, counts) as clients:
+        for _ in range(FLUSHES):
+            first = len(clients.results)
+            with redis.Redis.from_url(own_redis.url) as client:
+                client.flushall()
+            await until_held()
+            await system.until_served(clients, 20, first)
+        own_redis.stop()
+        first = len(clients.results)
+        await asyncio.sleep(STOPPED_S)
+        await system.until_served(clients, 20, first)
+        await asyncio.to_thread(own_redis.start)
+        await until_held()
+        await system.until_served(clients, 20, len(clients.results))
+    report(f"Redis flushed {FLUSHES} times, stopped for {STOPPED_S:g} s and started empty: {counts.sent} requests")
+    assert counts.problems == []
+    assert await harmed() == before
 
 
 async def test_a_killed_worker_is_lost_after_the_default_ttl_and_its_streams_continue(
