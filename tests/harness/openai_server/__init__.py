@@ -1,10 +1,10 @@
 """Stand-in for an OpenAI-compatible server of an engine: vLLM, SGLang, or one that has only OpenAI's API for texts.
 
-It generates the tokens of a mock engine that serves the same model, has a block cache with KV events, and fails on
-request. Run it with `python -m tests.harness.openai_server --help`, or in a test with `OpenAiServer`.
+It generates the tokens of a mock engine that serves the same model, has a block cache with KV events, and misbehaves on
+request, as `Faults` says.
 """
 
 from tests.harness.openai_server.server import OpenAiServer
-from tests.harness.openai_server.settings import Counters, Faults, Flavor, ServerSettings
+from tests.harness.openai_server.settings import Faults, ServerSettings
 
-__all__ = ["Counters", "Faults", "Flavor", "OpenAiServer", "ServerSettings"]
+__all__ = ["Faults", "OpenAiServer", "ServerSettings"]

@@ -1,42 +1,20 @@
-"""Engine of the stand-in: admits requests, computes or fetches prompts, and generates output tokens."""
+"""Engine of the stand-in: computes or fetches prompts, and generates output tokens."""
 
 import asyncio
 import uuid
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import httpx
-from xxhash import xxh3_64_intdigest
 
 from forebay.events.requests import Sampling
 from forebay.ingress.model import Model
-from tests.harness.openai_server.cache import BlockCache, BlockTable, CacheEvent, Prefix
+from tests.harness.openai_server.cache import BlocksCleared, CacheEvent, LittleCache, StandinRequest
 from tests.harness.openai_server.settings import Counters, Faults, ServerSettings
 from tests.harness.openai_server.tokens import TokenSource
 
 FETCH_TIMEOUT_S = 5.0
-FinishReason = Literal["stop", "length", "error"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineRequest:
-    """One prompt.
-
-    Attributes:
-        client_id: id that the client gave; the seed of sampling depends on it.
-        sampling: sampling parameters; `max_tokens` fits into the context.
-        prefix: what cached blocks depend on besides tokens.
-    """
-
-    request_id: str
-    client_id: str
-    prompt: list[int]
-    sampling: Sampling
-    prefix: Prefix
-    transfer: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,115 +25,26 @@ class Delta:
         cached_tokens: prompt tokens that were not computed; for a prompt that another server computed, those that that
             server did not compute.
         finish_reason: why the output ends with these tokens; None if it goes on.
-        stop_reason: token of `stop_token_ids` that ended the output, and with SGLang also the end token; None for none.
+        transfer: parameters with which another server fetches the KV of the prompt.
     """
 
     token_ids: list[int]
     cached_tokens: int
-    finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    finish_reason: str | None = None
     transfer: dict[str, Any] | None = None
-
-
-@dataclass(slots=True)
-class _Entry:
-    """Request in the queue."""
-
-    blocks: int
-    admitted: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class FetchFailed(Exception):
-    """The KV of a prompt cannot be fetched."""
-
-
-class KvKeeper:
-    """Keeps the KV of prompts until another server has fetched it, and fetches KV from others.
-
-    The parameters are those of vLLM's NixlConnector. KV is the contents of blocks, fetched over HTTP from the port of
-    the server itself. As with NIXL, a known server is found by the id of its engine, and its blocks are read even if it
-    has freed them. If it has used them again, the output is wrong, without an error.
-
-    Args:
-        freed: called when blocks were freed.
-
-    Attributes:
-        engine_id: id of this engine, which is different after a restart.
-    """
-
-    def __init__(self, cache: BlockCache, counters: Counters, freed: Callable[[], None]) -> None:
-        self.engine_id = str(uuid.uuid4())
-        self.port = 0
-        self.blocks = 0
-        self._cache = cache
-        self._counters = counters
-        self._freed = freed
-        self._kept: dict[str, BlockTable] = {}  # by request id
-        self._peers: dict[str, str] = {}  # URLs by the id of the engine
-
-    def offer(self, request_id: str, table: BlockTable, prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:
-        """Keep the blocks of a prompt, and return the parameters with which another server fetches them."""
-        kept = self._kept[request_id] = BlockTable(table.prefix, [], list(table.blocks))
-        for block in kept.blocks:
-            block.users += 1
-        self.blocks += len(kept.blocks)
-        self._counters.kv_offered += 1
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_block_ids": [[block.number for block in kept.blocks]],
-            "remote_engine_id": self.engine_id,
-            "remote_request_id": request_id,
-            "remote_host": "127.0.0.1",
-            "remote_port": self.port,
-            "tp_size": 1,
-            "remote_num_tokens": prompt_tokens,
-            "remote_prefill_cached_tokens": cached_tokens,
-        }
-
-    def read(self, params: dict[str, Any]) -> list[int] | None:
-        """Return the contents of blocks, and free them if they are kept; None if these are blocks of another engine."""
-        if params.get("remote_engine_id") != self.engine_id:
-            return None
-        contents = self._cache.contents(params["remote_block_ids"][0])
-        self._counters.kv_fetched += contents is not None
-        if params.get("remote_request_id") in self._kept:
-            self._release(params["remote_request_id"])
-        return contents
-
-    async def fetch(self, params: dict[str, Any]) -> list[int]:
-        """Return the contents of blocks of another server.
-
-        Raises FetchFailed if the server does not answer, or has another engine.
-        """
-        engine_id = str(params.get("remote_engine_id"))
-        url = self._peers.get(engine_id, f"http://{params.get('remote_host')}:{params.get('remote_port')}/kv")
-        try:
-            async with httpx.AsyncClient(timeout=FETCH_TIMEOUT_S) as client:
-                response = await client.post(url, json=params)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise FetchFailed(str(error)) from error
-        if response.status_code != httpx.codes.OK:
-            raise FetchFailed(response.text)
-        self._peers[engine_id] = url
-        contents: list[int] = response.json()["contents"]
-        return contents
-
-    def _release(self, request_id: str) -> None:
-        kept = self._kept.pop(request_id)
-        self.blocks -= len(kept.blocks)
-        self._cache.close(kept)
-        self._freed()
 
 
 class StandInEngine:
     """Engine of the stand-in.
 
+    The KV of a prompt is its tokens. A server fetches it over HTTP from the port of the server that computed it, with
+    the parameters of vLLM's NixlConnector. A prompt with the KV of other tokens gets the output of those.
+
     Args:
         publish: called with the changes of the cache, in order.
 
     Attributes:
-        keeper: KV that is kept for other servers; None unless the server transfers KV.
+        port: port of the server.
     """
 
     def __init__(
@@ -166,145 +55,148 @@ class StandInEngine:
         faults: Callable[[], Faults],
         publish: Callable[[list[CacheEvent]], None],
     ) -> None:
-        is_vllm = settings.flavor == "vllm"
-        self.cache = BlockCache(settings.kv_blocks - is_vllm, settings.block_size, counts_copies=is_vllm)
-        self.keeper = KvKeeper(self.cache, counters, self._admit) if settings.kv_transfer else None
+        self.blocks = settings.kv_blocks - (settings.flavor == "vllm")
         longest = settings.max_model_len or model.context_tokens
-        self.max_model_len = min(longest, self.cache.total * settings.block_size)
-        self.running = 0
+        self.max_model_len = min(longest, self.blocks * settings.block_size)
+        self.port = 0
+        self._engine_id = str(uuid.uuid4())
+        self._cache = LittleCache(settings.block_size, self.blocks)
         self._settings = settings
         self._tokens = TokenSource(model)
         self._counters = counters
         self._faults = faults
         self._publish = publish
-        self._queue: deque[_Entry] = deque()
-        self._reserved = 0  # blocks that the running requests use or will use
+        self._places = asyncio.Semaphore(settings.max_num_seqs)
+        self._requests: dict[str, StandinRequest] = {}
+        self._offered: dict[str, list[int]] = {}  # prompts by request id
 
     @property
     def vocabulary(self) -> tuple[int, ...]:
         return self._tokens.vocabulary
 
     @property
+    def running(self) -> list[StandinRequest]:
+        return list(self._requests.values())[: self._settings.max_num_seqs]
+
+    @property
     def waiting(self) -> int:
-        return len(self._queue)
+        return len(self._requests) - len(self.running)
+
+    @property
+    def usage(self) -> float:
+        """Return the part of the KV blocks that running requests use."""
+        size = self._cache.block_size
+        return sum(-(-len(one.prompt + one.generated) // size) for one in self.running) / self.blocks
 
     def reset_prefix_cache(self) -> bool:
-        """Clear the prefix cache, unless a request uses blocks. vLLM publishes the event with the next step."""
-        done = self.cache.clear()
-        if self._settings.flavor == "sglang":
-            self._flush()
-        return done
+        """Clear the prefix cache, unless a request uses blocks."""
+        if self._requests:
+            return False
+        self._cache.names.clear()
+        self._publish([BlocksCleared()])
+        return True
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[Delta, None]:
-        """Yield the output of a request, token by token. Closing the iterator aborts the request."""
-        finished = False
+    def read(self, params: Mapping[str, Any]) -> list[int] | None:
+        """Return the KV of a prompt that this engine has offered; None if there is none, as after a restart."""
+        if params.get("remote_engine_id") != self._engine_id:
+            return None
+        kv = self._offered.get(params["remote_request_id"])
+        self._counters.kv_fetched += kv is not None
+        return kv
+
+    async def generate(
+        self, request: StandinRequest, client_id: str, sampling: Sampling, transfer: Mapping[str, Any]
+    ) -> AsyncGenerator[Delta, None]:
+        """Yield the output of a request, token by token. Closing the iterator aborts the request.
+
+        Args:
+            client_id: id that the client gave; the seed of sampling depends on it.
+            transfer: parameters of the KV transfer; empty for none.
+        """
+        has_finished = False
+        self._requests[request.name] = request
         try:
-            async with self._place(request):
-                table = self.cache.open(request.prompt, request.prefix)
-                try:
-                    async with aclosing(self._run(request, table)) as deltas:
-                        async for delta in deltas:
-                            finished = delta.finish_reason in ("stop", "length")
-                            yield delta
-                finally:
-                    self.cache.close(table)
+            async with self._places:
+                kv, cached = request.prompt, self._cache.cached_tokens(request)
+                reported = cached
+                if transfer.get("do_remote_prefill"):
+                    fetched = await _fetch(transfer)
+                    if fetched is None:
+                        yield Delta(token_ids=[], cached_tokens=cached, finish_reason="error")
+                        return
+                    kv = [*kv[:cached], *fetched[cached:], *kv[max(cached, len(fetched)) :]]
+                    self._counters.fetched_tokens += len(kv) - cached
+                    remote = transfer.get("remote_prefill_cached_tokens")
+                    reported = remote if isinstance(remote, int) else len(kv)
+                self._counters.cached_tokens += cached
+                tokens = self._tokens.tokens(self._tokens.output(kv, client_id, sampling))
+                for count in range(1, sampling.max_tokens + 1):
+                    if count > 1:
+                        await asyncio.sleep(self._token_s())
+                    self._store(request)
+                    token = next(tokens, None)
+                    if token is not None:
+                        request.generated.append(token)
+                        self._counters.generated_tokens += 1
+                    reason = self._finish_reason(token, count, sampling)
+                    has_finished = reason is not None
+                    offers = has_finished and transfer.get("do_remote_decode")
+                    yield Delta(
+                        token_ids=[] if token is None else [token],
+                        cached_tokens=reported,
+                        finish_reason=reason,
+                        transfer=self._offer(request, cached) if offers else None,
+                    )
+                    if has_finished:
+                        return
+                    await asyncio.sleep(0)
         finally:
-            if finished:
-                self._counters.finished += 1
-            else:
-                self._counters.aborted += 1
+            del self._requests[request.name]
+            self._counters.finished += has_finished
+            self._counters.aborted += not has_finished
 
-    async def _run(self, request: EngineRequest, table: BlockTable) -> AsyncGenerator[Delta, None]:
-        sampling, prompt = request.sampling, request.prompt
-        params = request.transfer or {} if self.keeper is not None else {}
-        cached = len(table.blocks) * self.cache.block_size
-        contents: list[int] | None = None
-        fetched = 0
-        if params.get("do_remote_prefill") and self.keeper is not None:
-            try:
-                contents = await self.keeper.fetch(params)
-            except FetchFailed:
-                yield Delta(token_ids=[], cached_tokens=cached, finish_reason="error")
-                return
-            fetched = len(prompt) - cached
-        remote = params.get("remote_prefill_cached_tokens") if fetched else None
-        reported = remote if isinstance(remote, int) else cached + fetched
-        self._counters.prompt_tokens += len(prompt)
-        self._counters.cached_tokens += cached
-        self._counters.fetched_tokens += fetched
-        first = len(table.blocks)
-        self.cache.compute(table, len(prompt))
-        expected = [block.content for block in table.blocks]
-        is_right = contents is None or contents[first:] == expected[first:]
-        seen = 0 if is_right else xxh3_64_intdigest(repr(contents).encode())
-        output = self._tokens.output(prompt, request.client_id, sampling)
-        tokens = self._tokens.tokens(output, seen)
-        for count in range(1, sampling.max_tokens + 1):
-            if count > 1:
-                await asyncio.sleep(self._token_s())
-            self.cache.compute(table, len(table.tokens))
-            self._flush()
-            token = next(tokens, None)
-            if token is not None:
-                table.tokens.append(token)
-                self._counters.generated_tokens += 1
-            reason, stopped = self._ending(token, count, sampling)
-            transfer = None
-            if reason is not None and params.get("do_remote_decode") and self.keeper is not None:
-                transfer = self.keeper.offer(request.request_id, table, len(prompt), cached)
-            yield Delta(
-                token_ids=[] if token is None else [token],
-                cached_tokens=reported,
-                finish_reason=reason,
-                stop_reason=stopped,
-                transfer=transfer,
-            )
-            if reason is not None:
-                return
-            await asyncio.sleep(0)
-
-    def _ending(self, token: int | None, count: int, sampling: Sampling) -> tuple[FinishReason | None, int | None]:
-        """Return why the output ends with a token, and the stop token that ended it."""
+    def _finish_reason(self, token: int | None, count: int, sampling: Sampling) -> str | None:
         if token is None or (self._tokens.is_end(token) and not sampling.ignore_eos):
-            return "stop", token if self._settings.flavor == "sglang" else None
+            return "stop"
         if count >= sampling.min_tokens and token in sampling.stop_token_ids:
-            return "stop", token
-        return ("length" if count == sampling.max_tokens else None), None
+            return "stop"
+        return "length" if count == sampling.max_tokens else None
 
     def _token_s(self) -> float:
         slow = self._faults().token_s
         return self._settings.token_s if slow is None else slow
 
-    def _flush(self) -> None:
-        events, self.cache.events = self.cache.events, []
-        if events:
-            self._publish(events)
+    def _store(self, request: StandinRequest) -> None:
+        tokens = request.prompt + request.generated
+        may_fill_block = not request.generated or len(tokens) % self._cache.block_size == 0
+        if may_fill_block and (changes := self._cache.store(request, tokens)):
+            self._publish(changes)
 
-    @asynccontextmanager
-    async def _place(self, request: EngineRequest) -> AsyncIterator[None]:
-        """Wait until the request may run. All blocks that it may need are reserved, so no request is preempted."""
-        tokens = len(request.prompt) + request.sampling.max_tokens
-        entry = _Entry(-(-tokens // self.cache.block_size))
-        self._queue.append(entry)
-        self._admit()
-        try:
-            await entry.admitted.wait()
-            yield
-        finally:
-            if entry.admitted.is_set():
-                self.running -= 1
-                self._reserved -= entry.blocks
-            else:
-                self._queue.remove(entry)
-            self._admit()
+    def _offer(self, request: StandinRequest, cached: int) -> dict[str, Any]:
+        self._offered[request.name] = request.prompt
+        self._counters.kv_offered += 1
+        blocks = -(-len(request.prompt) // self._cache.block_size)
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(range(1, blocks + 1))],
+            "remote_engine_id": self._engine_id,
+            "remote_request_id": request.name,
+            "remote_host": "127.0.0.1",
+            "remote_port": self.port,
+            "tp_size": 1,
+            "remote_num_tokens": len(request.prompt),
+            "remote_prefill_cached_tokens": cached,
+        }
 
-    def _admit(self) -> None:
-        kept = 0 if self.keeper is None else self.keeper.blocks
-        while self._queue and self.running < self._settings.max_num_seqs:
-            entry = self._queue[0]
-            if self._reserved + kept + entry.blocks > self.cache.total:
-                return
-            self._queue.popleft()
-            self.running += 1
-            self._reserved += entry.blocks
-            entry.admitted.set()
+
+async def _fetch(params: Mapping[str, Any]) -> list[int] | None:
+    """Return the KV that another server offered; None if that server does not answer or does not have it."""
+    url = f"http://{params.get('remote_host')}:{params.get('remote_port')}/kv"
+    try:
+        async with httpx.AsyncClient(timeout=FETCH_TIMEOUT_S) as client:
+            response = await client.post(url, json=dict(params))
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return None
+    kv: list[int] | None = response.json()["kv"] if response.is_success else None
+    return kv

@@ -23,11 +23,7 @@ SIGN = 1 << 63
 
 
 class EventPublisher:
-    """Publishes numbered batches of KV events, and replays the last 10,000 of them.
-
-    Attributes:
-        drops: whether batches are only replayed, as if they were lost on the way.
-    """
+    """Publishes numbered batches of KV events, and replays the last 10,000 of them."""
 
     def __init__(self, flavor: Flavor, block_size: int) -> None:
         self._flavor = flavor
@@ -38,8 +34,7 @@ class EventPublisher:
         self._router = self._context.socket(zmq.ROUTER)
         self._replay: deque[tuple[bytes, bytes]] = deque(maxlen=REPLAY_BATCHES)
         self._serving: asyncio.Task[None] | None = None
-        self.batches = 0
-        self.drops = False
+        self._batches = 0
 
     async def open(self, endpoint: str, replay_endpoint: str) -> None:
         await _bind(self._pub, endpoint)
@@ -56,11 +51,10 @@ class EventPublisher:
     def publish(self, events: Sequence[CacheEvent]) -> None:
         encode = _vllm_event if self._flavor == "vllm" else _sglang_event
         payload = msgspec.msgpack.encode([time.time(), [encode(event, self._block_size) for event in events], 0])
-        seq = self.batches.to_bytes(U64_BYTES, "big")
-        self.batches += 1
+        seq = self._batches.to_bytes(U64_BYTES, "big")
+        self._batches += 1
         self._replay.append((seq, payload))
-        if not self.drops:
-            self._pub.send_multipart([b"", seq, payload])
+        self._pub.send_multipart([b"", seq, payload])
 
     async def _serve(self) -> None:
         while True:

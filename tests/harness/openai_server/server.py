@@ -2,128 +2,89 @@
 
 import asyncio
 import os
-import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
 import msgspec
 import uvicorn
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
+from forebay.events.requests import Sampling
 from forebay.ingress.http.server import Server, listen
 from forebay.ingress.model import Model
 from tests.harness.local import free_ports
-from tests.harness.openai_server.cache import CacheEvent
-from tests.harness.openai_server.completions import (
-    ApiFailure,
-    Completion,
-    CompletionBody,
-    LoraBody,
-    answer_failure,
-    request_id_of,
-    validation_failure,
-)
-from tests.harness.openai_server.engine import StandInEngine
+from tests.harness.openai_server.cache import CacheEvent, StandinRequest
+from tests.harness.openai_server.engine import Delta, StandInEngine
 from tests.harness.openai_server.events import EventPublisher
 from tests.harness.openai_server.settings import Counters, Faults, ServerSettings
+from tests.harness.openai_server.tokens import structure_of
 
 HOST = "127.0.0.1"
-SGLANG_VERSION = "0.5.23"
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-MALFORMED = 'vllm:num_requests_running{engine="0" 1.0\nsglang:num_running_reqs{} one\n'
+LOGPROB = -0.7  # of the generated token, as with a mock engine; each further token is as much less likely
 T = TypeVar("T")
 
 
-class EngineCollector(Collector):
-    def __init__(self, settings: ServerSettings, engine: StandInEngine, counters: Counters, model_name: str) -> None:
-        self._settings = settings
-        self._engine = engine
-        self._counters = counters
-        self._model_name = model_name
+class ApiFailure(Exception):
+    """A request is answered with an error."""
 
-    def collect(self) -> Iterable[Metric]:
-        yield from self._vllm() if self._settings.flavor == "vllm" else self._sglang()
-
-    def _vllm(self) -> Iterable[Metric]:
-        engine, counters, settings = self._engine, self._counters, self._settings
-        labels = {"engine": "0", "model_name": self._model_name}
-        gauges = {
-            "num_requests_running": engine.running,
-            "num_requests_waiting": engine.waiting,
-            "kv_cache_usage_perc": engine.cache.used / engine.cache.total,
-        }
-        totals = {
-            "prefix_cache_queries": counters.prompt_tokens,
-            "prefix_cache_hits": counters.cached_tokens,
-            "external_prefix_cache_hits": counters.fetched_tokens,
-            "prompt_tokens": counters.prompt_tokens,
-            "generation_tokens": counters.generated_tokens,
-        }
-        yield from _families("vllm", labels, gauges, totals)
-        blocks = str(settings.kv_blocks)
-        info = {"block_size": str(settings.block_size), "num_gpu_blocks": blocks, "num_gpu_blocks_override": blocks}
-        yield from _families("vllm", {**info, "engine": "0"}, {"cache_config_info": 1}, {})
-
-    def _sglang(self) -> Iterable[Metric]:
-        engine, counters, settings = self._engine, self._counters, self._settings
-        labels = {"model_name": self._model_name, "engine_type": "unified", "tp_rank": "0", "pp_rank": "0"}
-        tokens, used = engine.cache.total * settings.block_size, engine.cache.used * settings.block_size
-        gauges = {
-            "num_running_reqs": engine.running,
-            "num_queue_reqs": engine.waiting,
-            "token_usage": used / tokens,
-            "cache_hit_rate": counters.cached_tokens / max(1, counters.prompt_tokens),
-            "max_total_num_tokens": tokens,
-            "page_size": settings.block_size,
-            "context_len": engine.max_model_len,
-        }
-        totals = {
-            "prompt_tokens": counters.prompt_tokens,
-            "generation_tokens": counters.generated_tokens,
-            "cached_tokens": counters.cached_tokens,
-        }
-        yield from _families("sglang", labels, gauges, totals)
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
-def _families(
-    engine: str, labels: dict[str, str], gauges: Mapping[str, float], totals: Mapping[str, float]
-) -> Iterable[Metric]:
-    for values, kind in ((gauges, GaugeMetricFamily), (totals, CounterMetricFamily)):
-        for name, value in values.items():
-            family = kind(f"{engine}:{name}", name.replace("_", " "), labels=list(labels))
-            family.add_metric(list(labels.values()), value)
-            yield family
+class StreamCut(Exception):
+    """The connection of a stream is closed, by a fault."""
+
+
+class CompletionBody(msgspec.Struct, kw_only=True):
+    """Body of a completion: the fields that the stand-in reads. It accepts others, as the engines do."""
+
+    model: str
+    prompt: list[int] | str
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    temperature: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+    stream: bool = False
+    add_special_tokens: bool = True
+    structured_outputs: dict[str, Any] = {}
+    return_token_ids: bool = False
+    cache_salt: str = ""
+    rid: str = ""  # of SGLang
+    lora_path: str = ""  # of SGLang
+    kv_transfer_params: dict[str, Any] = {}
 
 
 class OpenAiServer:
     """Stand-in for one server of an engine. Use it as an async context manager, or call `start` and `stop`.
 
     Args:
-        port: port to listen on; 0 for a free one, which the server keeps when it is started again.
+        changes: changes of the settings.
 
     Attributes:
+        port: port that the server listens on, also when it is started again.
         events: publisher of KV events; None if there are none.
     """
 
-    def __init__(self, settings: ServerSettings | None = None, *, port: int = 0, **changes: Any) -> None:
+    def __init__(self, settings: ServerSettings | None = None, **changes: Any) -> None:
         self.settings = msgspec.structs.replace(settings or ServerSettings(), **changes)
         self.faults = Faults()
         self.counters = Counters()
-        self.port = port
+        self.port = 0
         self.events: EventPublisher | None = None
-        self._events_port = self.settings.kv_events_port
-        self._model = Model(self.settings.model)
+        self._events_port = 0
+        self.model = Model(self.settings.model)
         self.engine = self._new_engine()
-        self._loras: dict[str, tuple[str, int]] = {}  # directory and number
-        self._loras_loaded = 0
-        self._created = int(time.time())
+        self._loras: dict[str, str] = {}  # directories by name
         self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -156,16 +117,13 @@ class OpenAiServer:
         self.counters = Counters()
         self._loras = {}
         self.engine = self._new_engine()
-        if settings.kv_events and settings.flavor != "plain":
+        if settings.kv_events:
             self._events_port = self._events_port or free_ports(2)
             self.events = EventPublisher(settings.flavor, settings.block_size)
             await self.events.open(self.kv_events, self.kv_replay)
-        self.port = self.port or free_ports(1)
-        listener = listen(HOST, self.port)
-        if self.engine.keeper is not None:
-            self.engine.keeper.port = self.port
+        self.port = self.engine.port = self.port or free_ports(1)
         config = uvicorn.Config(
-            self._hanging(self._app()),
+            self._app(),
             lifespan="off",
             access_log=False,
             log_config=None,
@@ -174,7 +132,7 @@ class OpenAiServer:
         config.load()
         started = asyncio.Event()
         self._server = Server(config, started.set)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listen(HOST, self.port)]))
         await started.wait()
 
     async def stop(self) -> None:
@@ -187,15 +145,10 @@ class OpenAiServer:
             await self.events.close()
             self.events = None
 
-    async def restart(self) -> None:
-        """Stop, and start on the same ports with an empty cache, as after a crash."""
-        await self.stop()
-        await self.start()
-
     def _new_engine(self) -> StandInEngine:
-        return StandInEngine(self.settings, self._model, self.counters, lambda: self.faults, self._publish)
+        return StandInEngine(self.settings, self.model, self.counters, lambda: self.faults, self._publish)
 
-    def _publish(self, events: Sequence[CacheEvent]) -> None:
+    def _publish(self, events: list[CacheEvent]) -> None:
         if self.events is not None:
             self.events.publish(events)
 
@@ -203,31 +156,22 @@ class OpenAiServer:
     def _model_name(self) -> str:
         return self.faults.model_name or self.settings.model_name
 
-    def _app(self) -> FastAPI:
-        app = FastAPI(openapi_url=None)
-        flavor = self.settings.flavor
-
-        @app.exception_handler(ApiFailure)
-        async def on_failure(_: Request, failure: ApiFailure) -> JSONResponse:
-            return answer_failure(flavor, failure)
-
-        @app.exception_handler(RequestValidationError)
-        async def on_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-            return answer_failure(flavor, validation_failure(error))
-
-        app.get("/v1/models")(self._models)
-        app.post("/v1/completions", response_model=None)(self._complete)
-        if flavor != "plain":
-            app.get("/health")(self._health)
-            app.get("/metrics")(self._metrics)
-        if flavor == "vllm":
-            self._add_vllm(app)
-        elif flavor == "sglang":
-            self._add_sglang(app)
-        return app
-
-    def _hanging(self, app: ASGIApp) -> ASGIApp:
-        """Return the application with the fault `hang_all`."""
+    def _app(self) -> Any:
+        settings = self.settings
+        routes = {"/v1/models": self._models, "/v1/completions": self._complete}
+        if settings.flavor == "vllm":
+            routes |= {"/health": self._health, "/metrics": self._vllm_metrics, "/reset_prefix_cache": self._clear}
+        elif settings.flavor == "sglang":
+            routes |= {"/health": self._health, "/server_info": self._sglang_info, "/flush_cache": self._clear}
+        if settings.enable_lora:
+            prefix = "/v1" if settings.flavor == "vllm" else ""
+            routes |= {f"{prefix}/load_lora_adapter": self._load, f"{prefix}/unload_lora_adapter": self._unload}
+        if settings.kv_transfer:
+            routes["/kv"] = self._kv
+        app = Starlette(
+            routes=[Route(path, route, methods=["GET", "POST"]) for path, route in routes.items()],
+            exception_handlers={ApiFailure: self._fail},
+        )
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             if self.faults.hang_all:
@@ -237,40 +181,22 @@ class OpenAiServer:
 
         return serve
 
-    def _add_vllm(self, app: FastAPI) -> None:
-        app.post("/reset_prefix_cache")(self._reset_prefix_cache)
-        if self.settings.enable_lora:
-            app.post("/v1/load_lora_adapter")(self._load_lora)
-            app.post("/v1/unload_lora_adapter")(self._unload_lora)
-        if self.settings.kv_transfer:
-            app.post("/kv")(self._kv)
+    async def _fail(self, _: Request, failure: Exception) -> Response:
+        assert isinstance(failure, ApiFailure)
+        error = {"message": str(failure), "type": "BadRequestError", "param": None, "code": failure.status}
+        body = {"object": "error", **error} if self.settings.flavor == "sglang" else {"error": error}
+        return JSONResponse(body, failure.status)
 
-    def _add_sglang(self, app: FastAPI) -> None:
-        app.get("/server_info")(self._sglang_server)
-        app.api_route("/flush_cache", methods=["GET", "POST"])(self._flush_cache)
-        if self.settings.enable_lora:
-            app.post("/load_lora_adapter")(self._load_lora)
-            app.post("/unload_lora_adapter")(self._unload_lora)
-
-    async def _complete(self, body: CompletionBody, request: Request) -> Response:
-        faults = self.faults
-        if faults.hang:
+    async def _complete(self, request: Request) -> Response:
+        if self.faults.hang:
             await _disconnected(request.receive)
             return Response()
         try:
-            if faults.status is not None:
-                raise ApiFailure(faults.status, "the server fails on purpose", "InternalServerError")
-            model_name, lora = self._served(body)
-            completion = Completion(
-                self.settings,
-                self._model,
-                self.engine,
-                lambda: self.faults,
-                body=body,
-                request_id=request_id_of(self.settings.flavor, body, request),
-                model_name=model_name,
-                lora=lora,
-            )
+            if self.faults.status is not None:
+                raise ApiFailure(self.faults.status, "the server fails on purpose")
+            body = msgspec.json.decode(await request.body(), type=CompletionBody)
+            client_id = body.rid or request.headers.get("x-request-id") or uuid.uuid4().hex
+            completion = Completion(self, body, client_id, self._lora_of(body))
             if body.stream:
                 return StreamingResponse(completion.stream(), media_type="text/event-stream")
             written = await _unless_disconnected(request, completion.response())
@@ -279,103 +205,162 @@ class OpenAiServer:
             raise
         return Response() if written is None else JSONResponse(written)
 
-    def _served(self, body: CompletionBody) -> tuple[str, tuple[str, int] | None]:
-        """Return the name of the model or adapter that a request names, and name and number of the adapter."""
-        name = body.model or self._model_name
-        if self.settings.flavor == "sglang":
-            adapter = name.partition(":")[2]
-            adapter = adapter or body.lora_path or ""
-            if adapter and adapter not in self._loras:
-                raise ApiFailure(400, f"Got LoRA adapter that has never been loaded: {adapter}")
-            return name, (adapter, self._loras[adapter][1]) if adapter else None
-        if name in self._loras:
-            return name, (name, self._loras[name][1])
-        if name != self._model_name:
-            message = f"The model `{name}` does not exist. Valid aliases: {self._model_name}."
-            raise ApiFailure(404, message, "NotFoundError", "model")
-        return name, None
+    def _lora_of(self, body: CompletionBody) -> str:
+        """Return the name of the adapter that a request names; empty for the base model."""
+        name = body.lora_path or ("" if body.model == self._model_name else body.model)
+        if name and name not in self._loras:
+            raise ApiFailure(404, f"The model `{name}` does not exist. Valid aliases: {self._model_name}.")
+        return name
 
-    async def _models(self) -> JSONResponse:
+    async def _models(self, _: Request) -> Response:
         flavor, name = self.settings.flavor, self._model_name
-        card = {"id": name, "object": "model", "created": self._created, "owned_by": flavor}
+        card = {"id": name, "object": "model", "owned_by": flavor}
         if flavor == "plain":
             return JSONResponse({"object": "list", "data": [card]})
-        root = str(self.settings.model) if flavor == "vllm" else name
-        longest = self.engine.max_model_len
+        root, longest = str(self.settings.model), self.engine.max_model_len
         cards = [{**card, "root": root, "parent": None, "max_model_len": longest}]
-        for lora, (path, _) in self._loras.items():
-            cards.append({**card, "id": lora, "root": path, "parent": name, "max_model_len": None})
+        cards += [{**card, "id": lora, "root": path, "parent": name} for lora, path in self._loras.items()]
         return JSONResponse({"object": "list", "data": cards})
 
-    async def _health(self) -> Response:
+    async def _health(self, _: Request) -> Response:
         return Response(status_code=self.faults.health_status or 200)
 
-    async def _metrics(self) -> Response:
-        match self.faults.metrics:
-            case "missing":
-                return JSONResponse({"detail": "Not Found"}, 404)
-            case "malformed":
-                return PlainTextResponse(MALFORMED)
-            case "ok":
-                registry = CollectorRegistry(auto_describe=False)
-                registry.register(EngineCollector(self.settings, self.engine, self.counters, self._model_name))
-                return PlainTextResponse(generate_latest(registry), media_type=METRICS_TYPE)
-
-    async def _reset_prefix_cache(self) -> JSONResponse:
-        return JSONResponse({"success": self.engine.reset_prefix_cache()})
-
-    async def _flush_cache(self) -> Response:
-        done = self.engine.reset_prefix_cache()
-        text = "Cache flushed.\n" if done else "Flush cache failed.\n"
-        return PlainTextResponse(text, 200 if done else 400)
-
-    async def _load_lora(self, body: LoraBody) -> Response:
-        name, path = body.lora_name, body.lora_path
-        if not name or not path:
-            raise ApiFailure(400, "Both 'lora_name' and 'lora_path' must be provided.", "InvalidUserInput")
-        if name == self._model_name:
-            raise ApiFailure(400, f"The lora adapter '{name}' conflicts with a served base model.", "InvalidUserInput")
-        if name in self._loras:
-            raise ApiFailure(400, f"The lora adapter '{name}' has already been loaded.", "InvalidUserInput")
-        if not os.path.isdir(path):  # noqa: ASYNC240, PTH112
-            raise ApiFailure(404, f"Loading lora {name} failed: No adapter found for {path}", "NotFoundError")
-        self._loras_loaded += 1
-        self._loras[name] = path, self._loras_loaded
-        return self._loaded(f"Success: LoRA adapter '{name}' added successfully.")
-
-    async def _unload_lora(self, body: LoraBody) -> Response:
-        if body.lora_name not in self._loras:
-            raise ApiFailure(404, f"The lora adapter '{body.lora_name}' cannot be found.", "NotFoundError")
-        del self._loras[body.lora_name]
-        return self._loaded(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
-    def _loaded(self, message: str) -> Response:
-        if self.settings.flavor == "vllm":
-            return PlainTextResponse(message)
-        loaded = {name: path for name, (path, _) in self._loras.items()}
-        return JSONResponse({"success": True, "error_message": "", "loaded_adapters": loaded})
-
-    async def _kv(self, request: Request) -> JSONResponse:
-        keeper = self.engine.keeper
-        contents = None if keeper is None or self.faults.lose_kv else keeper.read(await request.json())
-        return JSONResponse({"error": "no such KV"}, 404) if contents is None else JSONResponse({"contents": contents})
-
-    async def _sglang_server(self) -> JSONResponse:
-        settings, engine = self.settings, self.engine
-        info: dict[str, Any] = {
-            "model_path": str(settings.model),
-            "served_model_name": self._model_name,
-            "page_size": settings.block_size,
-            "max_running_requests": settings.max_num_seqs,
-            "context_length": engine.max_model_len,
-            "max_total_num_tokens": engine.cache.total * settings.block_size,
-            "kv_events": None,
-            "version": SGLANG_VERSION,
+    async def _vllm_metrics(self, _: Request) -> Response:
+        engine, settings = self.engine, self.settings
+        values = {
+            'num_requests_running{engine="0"}': len(engine.running),
+            'num_requests_waiting{engine="0"}': engine.waiting,
+            'kv_cache_usage_perc{engine="0"}': engine.usage,
+            f'cache_config_info{{block_size="{settings.block_size}",num_gpu_blocks="{settings.kv_blocks}"}}': 1,
         }
-        if self.events is not None:
-            place = {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": self._events_port}
-            info["kv_events"] = {**place, "topic": "", "block_size": settings.block_size}
-        return JSONResponse(info)
+        return PlainTextResponse("".join(f"vllm:{name} {value}\n" for name, value in values.items()))
+
+    async def _sglang_info(self, _: Request) -> Response:
+        size = self.settings.block_size
+        return JSONResponse({"page_size": size, "max_total_num_tokens": self.engine.blocks * size})
+
+    async def _clear(self, _: Request) -> Response:
+        done = self.engine.reset_prefix_cache()
+        if self.settings.flavor == "vllm":
+            return JSONResponse({"success": done})
+        return PlainTextResponse("Cache flushed.\n" if done else "Flush cache failed.\n", 200 if done else 400)
+
+    async def _load(self, request: Request) -> Response:
+        body = await request.json()
+        name, path = body["lora_name"], body.get("lora_path", "")
+        if not name or not path:
+            raise ApiFailure(400, "Both 'lora_name' and 'lora_path' must be provided.")
+        if name in self._loras:
+            raise ApiFailure(400, f"The lora adapter '{name}' has already been loaded.")
+        if not os.path.isdir(path):  # noqa: ASYNC240, PTH112
+            raise ApiFailure(404, f"Loading lora {name} failed: No adapter found for {path}")
+        self._loras[name] = path
+        return JSONResponse({"success": True, "loaded_adapters": self._loras})
+
+    async def _unload(self, request: Request) -> Response:
+        name = (await request.json())["lora_name"]
+        if self._loras.pop(name, None) is None:
+            raise ApiFailure(404, f"The lora adapter '{name}' cannot be found.")
+        return JSONResponse({"success": True, "loaded_adapters": self._loras})
+
+    async def _kv(self, request: Request) -> Response:
+        kv = None if self.faults.lose_kv else self.engine.read(await request.json())
+        return JSONResponse({"error": "no such KV"}, 404) if kv is None else JSONResponse({"kv": kv})
+
+
+class Completion:
+    """One request to `/v1/completions`. Raises ApiFailure if the request is invalid."""
+
+    def __init__(self, server: OpenAiServer, body: CompletionBody, client_id: str, lora: str) -> None:
+        self._settings = settings = server.settings
+        self._model = server.model
+        self._engine = server.engine
+        self._faults = server.faults
+        self._body = body
+        self._client_id = client_id
+        self._shows_ids = body.return_token_ids and settings.flavor != "plain" and not server.faults.without_token_ids
+        self._decoder = server.model.decoder(())
+        self._request = StandinRequest(uuid.uuid4().hex, self._read_prompt(), 0, lora, body.cache_salt)
+        self._output_tokens = 0
+        self._usage: dict[str, Any] = {}
+
+    def _read_prompt(self) -> list[int]:
+        prompt, longest = self._body.prompt, self._engine.max_model_len
+        if isinstance(prompt, str):
+            prompt = self._model.encode(prompt, special=self._body.add_special_tokens)
+        elif self._settings.flavor == "plain":
+            raise ApiFailure(400, "prompt must be a string")
+        if len(prompt) >= longest:
+            raise ApiFailure(400, f"This model's maximum context length is {longest} tokens.")
+        if not prompt or max(prompt) >= self._model.vocabulary_size:
+            raise ApiFailure(400, "The prompt is empty, or out of vocabulary")
+        return list(prompt)
+
+    async def stream(self) -> AsyncIterator[str]:
+        """Yield the events of a stream. Raises StreamCut if a fault closes the connection."""
+        async with aclosing(self._run()) as deltas:
+            async for delta in deltas:
+                if delta.finish_reason == "error":
+                    yield _event({"error": {"message": "Internal server error", "code": 500}})
+                    return
+                yield _event({"choices": [self._choice(delta.token_ids, delta.finish_reason)]})
+                cut = self._faults.cut_after_tokens
+                if cut is not None and self._output_tokens >= cut:
+                    raise StreamCut
+        yield _event({"choices": [], "usage": self._usage})
+        yield "data: [DONE]\n\n"
+
+    async def response(self) -> dict[str, Any]:
+        """Return the whole response. Raises ApiFailure if the KV of the prompt could not be fetched."""
+        deltas = [delta async for delta in self._run()]
+        last = deltas[-1]
+        if last.finish_reason == "error":
+            raise ApiFailure(500, "Internal server error")
+        choice = self._choice([token_id for delta in deltas for token_id in delta.token_ids], last.finish_reason)
+        return {"choices": [choice], "usage": self._usage, "kv_transfer_params": last.transfer}
+
+    async def _run(self) -> AsyncGenerator[Delta, None]:
+        """Yield the output, and update the usage before."""
+        body, prompt = self._body, self._request.prompt
+        sampling = Sampling(
+            max_tokens=min(body.max_tokens, self._engine.max_model_len - len(prompt)),
+            min_tokens=body.min_tokens,
+            temperature=body.temperature,
+            seed=body.seed,
+            ignore_eos=body.ignore_eos,
+            stop_token_ids=body.stop_token_ids,
+            structured=structure_of(body.structured_outputs),
+        )
+        transfer: Mapping[str, Any] = body.kv_transfer_params if self._settings.kv_transfer else {}
+        async with aclosing(self._engine.generate(self._request, self._client_id, sampling, transfer)) as deltas:
+            async for delta in deltas:
+                self._output_tokens += len(delta.token_ids)
+                self._usage = {"prompt_tokens": len(prompt), "completion_tokens": self._output_tokens}
+                if self._settings.prompt_tokens_details and self._settings.flavor != "plain":
+                    self._usage["prompt_tokens_details"] = {"cached_tokens": delta.cached_tokens}
+                yield delta
+
+    def _choice(self, ids: list[int], reason: str | None) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0, "text": self._decoder.push(ids), "finish_reason": reason}
+        if self._shows_ids:
+            choice["token_ids"] = ids
+        if self._body.logprobs is not None:
+            choice["logprobs"] = self._logprobs(ids, max(1, self._body.logprobs))
+        return choice
+
+    def _logprobs(self, ids: list[int], count: int) -> dict[str, Any]:
+        """Return the log probabilities of tokens, with the most likely ones: the generated one, then others."""
+        top = []
+        for token_id in ids:
+            others = [other for other in self._engine.vocabulary[:count] if other != token_id]
+            likeliest = [token_id, *others[: count - 1]]
+            top.append({f"token_id:{other}": LOGPROB * (at + 1) for at, other in enumerate(likeliest)})
+        tokens = [f"token_id:{token_id}" for token_id in ids]
+        return {"tokens": tokens, "token_logprobs": [LOGPROB] * len(ids), "top_logprobs": top}
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {msgspec.json.encode(data).decode()}\n\n"
 
 
 async def _disconnected(receive: Receive) -> None:

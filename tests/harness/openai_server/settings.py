@@ -17,7 +17,6 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kv_blocks: KV blocks. With vLLM one of them is never used.
         max_model_len: maximum tokens of a prompt and its response; 0 for the maximum of the model.
-        kv_events_port: port of the PUB socket; replays are on the next port. 0 for two free ports.
         kv_transfer: whether prompts can be computed for, and fetched from, other servers.
         prompt_tokens_details: whether `usage` has the number of cached tokens.
     """
@@ -31,7 +30,6 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     token_s: float = 0.0
     kv_events: bool = False
-    kv_events_port: int = 0
     kv_transfer: bool = False
     enable_lora: bool = False
     prompt_tokens_details: bool = True
@@ -42,6 +40,7 @@ class Faults(msgspec.Struct, kw_only=True):
 
     Attributes:
         cut_after_tokens: number of output tokens after which the connection of a stream is closed.
+        status: status of the response to each completion.
         hang: whether completions are accepted and never answered.
         hang_all: whether no route is answered.
         without_token_ids: whether `return_token_ids` is ignored.
@@ -56,7 +55,6 @@ class Faults(msgspec.Struct, kw_only=True):
     hang: bool = False
     hang_all: bool = False
     without_token_ids: bool = False
-    metrics: Literal["ok", "malformed", "missing"] = "ok"
     model_name: str | None = None
     token_s: float | None = None
     lose_kv: bool = False
@@ -67,12 +65,12 @@ class Counters(msgspec.Struct, kw_only=True):
 
     Attributes:
         aborted: prompts that ended because their client closed the connection, or by a fault.
+        refused: completions that were answered with an error.
     """
 
     finished: int = 0
     aborted: int = 0
     refused: int = 0
-    prompt_tokens: int = 0
     cached_tokens: int = 0
     fetched_tokens: int = 0
     generated_tokens: int = 0

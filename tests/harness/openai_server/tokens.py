@@ -8,14 +8,14 @@ probability is one in the number of words of the vocabulary.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from xxhash import xxh3_64
 
 from forebay.engine_model.sequence import generate_tokens
-from forebay.events.base import U32_BYTES, U64_MASK, pack_u32
+from forebay.events.base import U32_BYTES, pack_u32
 from forebay.events.requests import Sampling, StructuredOutput
 from forebay.events.work import WorkItem
 from forebay.ingress.model import Model, word_token_ids
@@ -74,13 +74,9 @@ class TokenSource:
         hashed.update(packed[hashed_bytes:])
         return Output(hashed.intdigest(), 0, self._script(packed, request_id, sampling))
 
-    def tokens(self, output: Output, seen: int = 0) -> Iterator[int]:
-        """Yield output tokens. They end after a script that is the whole output, with the model's end token.
-
-        Args:
-            seen: value that the seed depends on; 0 for the tokens of a mock engine.
-        """
-        seed, position = (output.seed + seen) & U64_MASK, output.position
+    def tokens(self, output: Output) -> Iterator[int]:
+        """Yield output tokens. They end after a script that is the whole output, with the model's end token."""
+        seed, position = output.seed, output.position
         if output.script is not None:
             yield from output.script.token_ids
             position += len(output.script.token_ids)
@@ -137,16 +133,12 @@ class TokenSource:
         return self._scripts.script(item)
 
 
-def structure_of(body: dict[str, Any]) -> StructuredOutput | None:
-    """Return the structure that a completion requests by vLLM's `structured_outputs` or by `response_format`."""
-    outputs = body.get("structured_outputs") or {}
-    form = body.get("response_format") or {}
+def structure_of(outputs: Mapping[str, Any]) -> StructuredOutput | None:
+    """Return the structure that a completion requests by vLLM's `structured_outputs`."""
     if (schema := outputs.get("json")) is not None:
         return StructuredOutput(kind="json_schema", text=schema if isinstance(schema, str) else json.dumps(schema))
-    if outputs.get("json_object") or form.get("type") == "json_object":
+    if outputs.get("json_object"):
         return StructuredOutput(kind="json_object")
     if (choices := outputs.get("choice")) is not None:
         return StructuredOutput(kind="choice", text=json.dumps(choices))
-    if form.get("type") == "json_schema":
-        return StructuredOutput(kind="json_schema", text=json.dumps(form["json_schema"].get("schema", {})))
     return None

@@ -18,9 +18,9 @@ import msgspec
 import pytest
 
 from forebay.workers.kv_events.zmq_feed import KvSource
-from tests.harness.openai_server.cache import BlocksCleared, CacheEvent
+from tests.harness.openai_server.cache import BlocksCleared, CacheEvent, LittleCache, StandinRequest
 from tests.harness.openai_server.events import EventPublisher
-from tests.workers.standins.little import LittleCache, StandinRequest, install_modules, next_token, struct
+from tests.workers.standins.little import install_modules, next_token, struct
 
 SERVER_ARGS: dict[str, Any] = {  # with the defaults
     "model_path": None, "served_model_name": None, "page_size": 1, "max_total_tokens": 256,

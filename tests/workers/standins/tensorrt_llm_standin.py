@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.harness.openai_server.cache import BlockRemoved, BlocksStored, CacheEvent
-from tests.workers.standins.little import LittleCache, StandinRequest, install_modules, next_token, struct
+from tests.harness.openai_server.cache import BlockRemoved, BlocksStored, CacheEvent, LittleCache, StandinRequest
+from tests.workers.standins.little import install_modules, next_token, struct
 
 LLM_ARGS: dict[str, Any] = {
     "model": None, "tensor_parallel_size": 1, "enable_attention_dp": False, "max_batch_size": 2048,

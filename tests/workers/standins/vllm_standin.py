@@ -13,9 +13,9 @@ from forebay.events.requests import Sampling
 from forebay.events.tokens import ResponseError
 from forebay.workers.engines.loras import LoraAdapter
 from forebay.workers.engines.vllm.core import VllmCore
-from tests.harness.openai_server.cache import BlocksCleared, CacheEvent
+from tests.harness.openai_server.cache import BlocksCleared, CacheEvent, LittleCache, StandinRequest
 from tests.harness.openai_server.events import EventPublisher
-from tests.workers.standins.little import LittleCache, StandinRequest, next_token
+from tests.workers.standins.little import next_token
 
 CONTEXT_TOKENS = 256
 
