@@ -428,7 +428,6 @@ BAD = [
     "produce nowhere",
     "fit nowhere --out profile.toml",
     "workload convert nowhere --out out.jsonl",
-    "replay export nowhere out",
     f"topics tail {RECORDING} nope",
     "model alias prod --kafka 127.0.0.1:1",
     "model alias prod m --remove --kafka 127.0.0.1:1",

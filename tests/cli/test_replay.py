@@ -1,4 +1,4 @@
-"""`forebay explain`, `replay at`, `replay diff` and `replay export`."""
+"""`forebay explain`, `replay at` and `replay diff`."""
 
 import asyncio
 import json

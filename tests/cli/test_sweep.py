@@ -290,7 +290,6 @@ def test_invalid_rows_are_named_and_skipped_only_if_requested(rows_file: Path, t
     run = workload("convert", rows_file, "-o", out)
     assert (run.returncode, out.exists()) == (2, False)
     assert "trace.jsonl, line 4: JSON is malformed" in run.stderr
-    assert run.stderr.endswith("; correct the row, or skip such rows with --skip-bad-rows\n")
     run = workload("convert", rows_file, "-o", out, "--skip-bad-rows")
     assert (run.returncode, out.exists()) == (0, True)
     assert "skipped: " in run.stderr

@@ -8,7 +8,7 @@ import pytest
 from forebay.core.world import World
 from forebay.engine_model.timing import LinearTiming, decode_us
 from forebay.events.base import pack_u64
-from forebay.events.control import BusyThresholds, QueueConfig, RouterConfig
+from forebay.events.control import BusyThresholds, RouterConfig
 from forebay.events.fleet import WorkerLost
 from forebay.events.kv import StoreBlocksAdded
 from forebay.events.requests import RequestCancelled, RoutingHints, Sampling
@@ -62,28 +62,10 @@ def test_caches_start_with_the_blocks_of_the_index_and_other_tiers_start_empty()
         resumed(drive, submit("r", CHAIN[:12]), hardware=small)
 
 
-def test_digest_is_reproducible_and_depends_on_the_policy() -> None:
-    arrivals = [submit(f"r{number}", CHAIN[: number % 7], 1_000 * number, nonce=number) for number in range(1, 30)]
-    runs = [resumed(fleet("a", "b"), *arrivals) for _ in range(2)]
-    assert runs[0] == runs[1]
-    other = resumed(fleet("a", "b", router=RouterConfig(mode="round-robin")), *arrivals)
-    assert other.digest != runs[0].digest
-    assert all(not one.failure for one in other.served.values())
-
-
 def test_a_cancelled_request_frees_the_engine() -> None:
     cancelled = Arrival(1_001, REQUESTS, RequestCancelled(request_id="r1"))
     run = resumed(fleet("a"), submit("r1", CHAIN[:10], output=100), cancelled, submit("r2", CHAIN[10:12], 1_002))
     assert run.served["r1"].failure == "client disconnected"
-    assert run.served["r2"].failure == ""
-
-
-def test_oversized_request_does_not_block_others() -> None:
-    queue = QueueConfig(threshold=0.1)
-    drive = fleet("a", router=RouterConfig(queue=queue))
-    pinned = submit("r2", CHAIN[:1], 1_001, routing=RoutingHints(allowed_workers=("a",)))
-    run = resumed(drive, submit("r1", CHAIN[:16], output=200), pinned)
-    assert run.served["r1"].failure.startswith("65 prompt tokens and 200 to generate need")
     assert run.served["r2"].failure == ""
 
 

@@ -67,18 +67,6 @@ def test_a_fleet_without_tiers_reports_none() -> None:
         assert "tiers" not in summary(outcome, 1)
 
 
-def test_loads_at_the_same_time_share_the_bandwidth() -> None:
-    tiers = FleetTiers(host=HostTier(size="100blocks", bandwidth=1.0, latency_us=0))
-    turns = [prompt(0, 1, 0), prompt(1, 2, 1), prompt(2, 3, 2), prompt(3, 1, 3), prompt(4, 2, 3)]
-    found = served(fleet(1, sizes={"kv_blocks": 20}, tiers=tiers), *turns)
-    # 20 blocks hold both prompts while they are loaded. The third prompt has evicted at least half of them before.
-    assert [one.host_tokens > 0 for one in found] == [False, False, False, True, True]
-    blocks = [one.host_tokens // 64 for one in found[3:]]
-    alone_us = [load_us(count, 1.0, 0) for count in blocks]
-    assert found[3].load_us > alone_us[0]
-    assert max(one.load_us for one in found[3:]) == pytest.approx(sum(alone_us), abs=2)
-
-
 def test_all_ranks_of_a_model_share_one_store() -> None:
     tiers = FleetTiers(store=StoreTier(size="100blocks", bandwidth=10.0, latency_us=500))
     turns = (prompt(0, 1, 0), prompt(1, 1, 1))
