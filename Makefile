@@ -134,7 +134,7 @@ cookbook: $(READY) ## run the commands of docs/cookbook.md and update their outp
 	@$(BIN)/python -m tests.cli.cookbook
 
 lock: $(READY) lock-engines ## update all locked requirements, with hashes
-	@$(UV) $(COMPILE) --extra router --extra kubernetes --group dev pyproject.toml -o requirements/base.txt
+	@$(UV) $(COMPILE) --extra router --extra kubernetes --extra planner --group dev pyproject.toml -o requirements/base.txt
 	@$(UV) $(COMPILE) requirements/nixl.in --override requirements/nixl-overrides.txt -o requirements/nixl.txt
 
 lock-engines: $(READY) ## update the locked requirements of .venv-engines, with hashes

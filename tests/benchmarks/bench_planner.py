@@ -309,7 +309,7 @@ def candidates() -> dict[str, list[Planned]]:
             Planned("throughput", name, interval_s=interval_s, utilization=share, cooldown_s=600.0)
             for interval_s, share in product((120.0, 300.0), (0.5, 0.65))
         ]
-        for name in ("constant", "moving-average", "kalman")
+        for name in ("constant", "moving-average", "kalman", "arima")
     }
     found["load"] = [
         Planned("load", sensitivity=share, cooldown_s=cooldown_s)

@@ -1,6 +1,7 @@
 """Predictors forecast the demand of each pool from the observations of the planner."""
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -8,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.events.scaling import PoolDemand, PoolObserved, ScalingObserved
-from forebay.planner.predictors import FILTERED_MAX, GROWTH_MAX, WARM_UP, PredictorUnusable, kalman, predictor
+from forebay.planner.predictors import PREDICTORS, PredictorUnusable, predictor
+from forebay.planner.predictors.statistical import FITTED_MAX, GROWTH_MAX, WARM_UP, arima, kalman
 from tests.core.scaling.scene import GROUP, POOL
+from tests.depth import examples
 
 INTERVAL_S = 10.0
 
@@ -61,44 +64,84 @@ def test_an_unknown_predictor_is_rejected() -> None:
         predictor("constant-value")
 
 
+# Statistical predictors
+
+
+BOTH = pytest.mark.parametrize("name", ["arima", "kalman"])
 SERIES = st.lists(st.floats(0, 1e308), min_size=1, max_size=2 * WARM_UP)
 
 
+def forecast(name: str, series: list[float]) -> float:
+    return PREDICTORS[name]()(series)
+
+
+@BOTH
 @given(series=SERIES)
-def test_a_forecast_is_finite_and_within_its_limits(series: list[float]) -> None:
-    assert 0 <= kalman(series) <= GROWTH_MAX * max(series)
+@examples(0.25)
+def test_a_forecast_is_finite_and_within_its_limits(name: str, series: list[float]) -> None:
+    found = forecast(name, series)
+    assert 0 <= found <= GROWTH_MAX * max(series)
+    assert forecast(name, series) == pytest.approx(found, rel=1e-6)
 
 
-@given(value=st.floats(0, 1e308), count=st.integers(1, 2 * FILTERED_MAX))
-def test_a_constant_series_continues_with_its_value(value: float, count: int) -> None:
-    assert kalman([value] * count) == value
+@BOTH
+@given(value=st.floats(0, 1e308), count=st.integers(1, 2 * FITTED_MAX))
+def test_a_constant_series_continues_with_its_value(name: str, value: float, count: int) -> None:
+    assert forecast(name, [value] * count) == value
 
 
-def test_before_the_warm_up_the_last_value_is_expected() -> None:
-    assert kalman([1.0, 2.0, 3.0, 7.0]) == 7
-    assert kalman([0.0] * 20 + [1.0, 2.0, 3.0, 7.0]) == 7, "the system was not in use before"
+@BOTH
+def test_before_the_warm_up_the_last_value_is_expected(name: str) -> None:
+    assert forecast(name, [1.0, 2.0, 3.0, 7.0]) == 7
+    assert forecast(name, [0.0] * 20 + [1.0, 2.0, 3.0, 7.0]) == 7, "the system was not in use before"
 
 
-def test_only_the_newest_values_count() -> None:
-    newest = [float(10 + at % 7) for at in range(FILTERED_MAX)]
-    assert kalman([1_000.0] * 50 + newest) == kalman(newest)
+@BOTH
+def test_only_the_newest_values_count(name: str) -> None:
+    newest = [float(10 + at % 7) for at in range(FITTED_MAX)]
+    assert forecast(name, [1_000.0] * 50 + newest) == forecast(name, newest)
 
 
-def test_a_series_without_a_finite_forecast_continues_with_its_last_value() -> None:
-    assert kalman([math.inf, 1.0, 2.0, 3.0, 4.0, 5.0]) == 5
+@BOTH
+def test_a_series_that_no_model_fits_continues_with_its_last_value(name: str) -> None:
+    assert forecast(name, [math.inf, 1.0, 2.0, 3.0, 4.0, 5.0]) == 5
 
 
-def test_a_trend_is_expected_to_continue() -> None:
-    assert kalman([10.0 + 2 * at for at in range(30)]) == pytest.approx(70, rel=0.01)
+@BOTH
+def test_a_trend_is_expected_to_continue(name: str) -> None:
+    assert forecast(name, [10.0 + 2 * at for at in range(30)]) == pytest.approx(70, rel=0.01)
 
 
-@given(series=st.lists(st.integers(100, 150), min_size=WARM_UP, max_size=FILTERED_MAX))
-def test_kalman_equals_the_filter_in_matrices(series: list[int]) -> None:
-    transition, noise = np.array([[1.0, 1.0], [0.0, 1.0]]), np.diag([1.0, 0.1])
-    state, covariance = np.array([series[0], 0.0]), 1_000.0 * np.eye(2)
+def test_arima_predicts_a_slow_wave_better_than_its_last_value() -> None:
+    rng = np.random.default_rng(1)
+    wave = [100 + 50 * math.sin(at / 8) + rng.normal(0, 1) for at in range(60)]
+    ends = range(30, 59, 4)
+    error = sum(abs(arima(wave[:end]) - wave[end]) for end in ends)
+    assert error < sum(abs(wave[end - 1] - wave[end]) for end in ends)
+
+
+def test_arima_expects_an_alternating_series_to_alternate() -> None:
+    # With noise, because a perfect alternation has no best model, and the found one depends on the processor.
+    rng = np.random.default_rng(1)
+    series = [value + rng.normal(0, 0.1) for value in [10.0, 20.0] * 10]
+    assert arima(series) == pytest.approx(10, abs=1)
+
+
+def test_kalman_equals_the_equations_of_the_filter() -> None:
+    series = [3.0, 8.0, 2.0, 9.0, 4.0, 4.5, 7.0]
+    level, trend = series[0], 0.0
+    a, b, c = 1_000.0, 0.0, 1_000.0  # covariance of level and trend: [[a, b], [b, c]]
     for value in series[1:]:
-        state, covariance = transition @ state, transition @ covariance @ transition.T + noise
-        gain = covariance[:, 0] / (covariance[0, 0] + 10.0)
-        state, covariance = state + gain * (value - state[0]), covariance - np.outer(gain, covariance[0])
-    expected = min((transition @ state)[0], GROWTH_MAX * max(series))
-    assert kalman(series) == pytest.approx(expected)
+        level, (a, b, c) = level + trend, (a + 2 * b + c + 1.0, b + c, c + 0.1)
+        gain_level, gain_trend, error = a / (a + 10.0), b / (a + 10.0), value - level
+        level, trend = level + gain_level * error, trend + gain_trend * error
+        a, b, c = (1 - gain_level) * a, (1 - gain_level) * b, c - gain_trend * b
+    assert kalman(series) == pytest.approx(level + trend)
+
+
+@BOTH
+def test_without_the_extra_the_error_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "forebay.planner.predictors.statistical")
+    monkeypatch.setitem(sys.modules, "statsmodels.tsa.arima.model", None)
+    with pytest.raises(PredictorUnusable, match=r"forebay\[planner\]"):
+        predictor(name)

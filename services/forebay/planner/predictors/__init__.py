@@ -1,8 +1,6 @@
 """Predictors: they forecast the demand of the next interval from the observations of the planner, by name."""
 
-import math
 from collections.abc import Callable, Sequence
-from itertools import dropwhile
 
 from forebay.core.scaling.virtual_planner import Forecast
 from forebay.events.names import unknown_name
@@ -59,60 +57,46 @@ def moving_average(series: Sequence[float]) -> float:
     return sum(newest) / len(newest)
 
 
-FILTERED_MAX = 64  # newest values of a series
-WARM_UP = 5  # a shorter series is continued with its last value
-GROWTH_MAX = 2.0  # a forecast is at most this often the highest value of its series
-
-# Variances of Dynamo's Kalman predictor (components/src/dynamo/planner/utils/load_predictor.py).
-LEVEL_VARIANCE = 1.0
-TREND_VARIANCE = 0.1
-NOISE_VARIANCE = 10.0
-FIRST_VARIANCE = 1_000.0  # of the level and of the trend
-
-
-def kalman(series: Sequence[float]) -> float:
-    """Return the forecast of a local linear trend, filtered with fixed variances.
-
-    Zeros at the beginning are ignored: the system was not in use yet. A short series, a constant one, and one whose
-    forecast is not finite are continued with their last value.
-    """
-    last, used = series[-1], list(dropwhile(lambda value: value == 0, series[-FILTERED_MAX:]))
-    if len(used) < WARM_UP or len(set(used)) == 1:
-        return last
-    found = _next_of_trend(used)
-    return min(max(found, 0.0), GROWTH_MAX * max(used)) if math.isfinite(found) else last
-
-
-def _next_of_trend(series: Sequence[float]) -> float:
-    level, trend = series[0], 0.0
-    level_variance, covariance, trend_variance = FIRST_VARIANCE, 0.0, FIRST_VARIANCE
-    for value in series[1:]:
-        level += trend
-        level_variance += 2 * covariance + trend_variance + LEVEL_VARIANCE
-        covariance += trend_variance
-        trend_variance += TREND_VARIANCE
-        error, error_variance = value - level, level_variance + NOISE_VARIANCE
-        level_gain, trend_gain = level_variance / error_variance, covariance / error_variance
-        level += level_gain * error
-        trend += trend_gain * error
-        trend_variance -= trend_gain * covariance
-        covariance -= level_gain * covariance
-        level_variance -= level_gain * level_variance
-    return level + trend
+NEEDED_BY_EXTRA = ("numpy", "statsmodels", "threadpoolctl")
 
 
 class PredictorUnusable(Exception):
-    """A predictor is unknown. The message lists the known ones."""
+    """A predictor is unknown or cannot be used. The message says why."""
 
 
-PREDICTORS: dict[str, Predict] = {"constant": last_value, "moving-average": moving_average, "kalman": kalman}
+def _arima() -> Predict:
+    from forebay.planner.predictors.statistical import arima  # noqa: PLC0415 - an extra, which takes a second
+
+    return arima
+
+
+def _kalman() -> Predict:
+    from forebay.planner.predictors.statistical import kalman  # noqa: PLC0415 - an extra, which takes a second
+
+    return kalman
+
+
+# Each function returns the predictor, so that only the predictor in use imports its libraries.
+PREDICTORS: dict[str, Callable[[], Predict]] = {
+    "constant": lambda: last_value,
+    "moving-average": lambda: moving_average,
+    "arima": _arima,
+    "kalman": _kalman,
+}
 
 
 def predictor(name: str) -> Forecast:
     """Return the function that forecasts the next interval. Raises PredictorUnusable if there is none."""
     if name not in PREDICTORS:
         raise PredictorUnusable(unknown_name("predictor", name, PREDICTORS))
-    predict = PREDICTORS[name]
+    try:
+        predict = PREDICTORS[name]()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in NEEDED_BY_EXTRA:
+            raise
+        install = "install it with: pip install 'forebay[planner]'"
+        raise PredictorUnusable(f"predictor {name!r} needs {package}; {install}") from error
 
     def forecast(history: Sequence[ScalingObserved], observed: int) -> DemandForecast:
         return DemandForecast(predictor=name, observed=observed, pools=demand_of(history, predict))
