@@ -27,7 +27,7 @@ ARGS ?=
 JOBS ?= $(shell expr $$(nproc) + 1)
 PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 # These need Kafka and Redis, or vLLM. Each process of pytest starts its own broker and Redis.
-PYTEST_REAL = $(BIN)/pytest --numprocesses 2 --dist loadfile
+REAL = --numprocesses 2 --dist loadfile
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines
 
 .PHONY: help setup setup-engines up test test-all explore fuzz fuzz-bugs test-kafka test-engines kafka kafka-stop demo-kafka demo-upgrade demo-disagg demo-scaling demo-tiers demo-console lint type fmt mutations coverage bench \
@@ -63,10 +63,10 @@ fuzz-bugs: $(READY) ## check that the simulation finds each planted bug; a name 
 	@$(BIN)/python -m tests.faults.planted $(ARGS)
 
 test-kafka: $(READY) ## run the tests on real Kafka and Redis (Java 17, Maven); options in ARGS="..."
-	@$(PYTEST_REAL) tests/integration $(ARGS)
+	@$(BIN)/pytest $(REAL) tests/integration $(ARGS)
 
 test-engines: $(READY_ENGINES) ## run the tests on real vLLM, Kafka and Redis; options in ARGS="..."
-	@$(VENV_ENGINES)/bin/pytest tests/engines $(ARGS)
+	@$(VENV_ENGINES)/bin/pytest $(REAL) tests/engines $(ARGS)
 
 kafka: $(READY) ## start Apache Kafka on the loopback address (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/python infra/kafka/kafka.py start $(ARGS)
@@ -175,7 +175,7 @@ $(READY): requirements/base.txt requirements/nixl.txt pyproject.toml
 	fi; \
 	echo 'setup: building $(VENV), once'; \
 	[ -x $(BIN)/python ] || $$uv venv --quiet --python "$$python" $(VENV); \
-	$$uv pip sync --quiet --require-hashes --python $(BIN)/python requirements/base.txt requirements/nixl.txt; \
+	$$uv pip sync --quiet --require-hashes --compile-bytecode --python $(BIN)/python requirements/base.txt requirements/nixl.txt; \
 	$$uv pip install --quiet --no-build-isolation --no-deps --python $(BIN)/python --editable .; \
 	touch $@
 
