@@ -3,7 +3,6 @@
 The prefill and decode roles of the real engine were never run.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from forebay.events.control import Action, Command
 from forebay.events.requests import Sampling, StructuredOutput, TokenBias
 from forebay.events.tokens import TopLogprob
 from forebay.workers.engine import Cleared, EngineError, EngineRefused, KvEngine
-from forebay.workers.engines import model_engine
 from forebay.workers.engines.kv_descriptor import Unfetchable
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.tensorrt_llm import engine as tensorrt_llm_engine
@@ -239,17 +237,6 @@ async def test_request_on_a_dead_engine_does_not_fail(started: Start) -> None:
         with pytest.raises(EngineError, match="died"):
             await one.until(lambda: answer.over)
         assert not answer.over
-
-
-async def test_health_request_without_response_fails_the_check(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_engine, "CANARY_EVERY_S", -1.0)
-    monkeypatch.setattr(model_engine, "CANARY_TIMEOUT_S", -1.0)
-    async with started() as one:
-        llm().deaf = True
-        with pytest.raises(EngineError, match="TensorRT-LLM did not respond to a health request within -"):
-            for _ in range(2):
-                await one.engine.check()
-                await asyncio.sleep(0)
 
 
 async def test_failed_start_has_a_reason(

@@ -168,9 +168,9 @@ class SchemaValues:
 
     No library does that: `jsf` draws from the global random numbers of the process, fails for `allOf` and
     `prefixItems`, and has no bound on the size. Supported are `type`, `enum`, `const`, `properties`, `required`,
-    `additionalProperties`, `items`, `prefixItems`, local `$ref`, `anyOf`, `oneOf`, `allOf`, bounds of numbers and
-    lengths, and common values of `format`. Other keywords, such as `pattern`, have no effect. A schema comes from a
-    client, so every keyword may have any value.
+    `additionalProperties`, `items`, `prefixItems`, local `$ref`, `anyOf`, `oneOf`, bounds of numbers and lengths, and
+    common values of `format`. Other keywords, such as `pattern`, have no effect. A schema comes from a client, so every
+    keyword may have any value.
 
     Attributes:
         left: JSON characters that may still be generated. When they are used up, a value ends, and need not match.
@@ -211,8 +211,6 @@ class SchemaValues:
             return literal if self._charge(len(json.dumps(literal))) else None
         if options := _get(schema, "anyOf", list) or _get(schema, "oneOf", list):
             return self._value(self._option(options, depth), depth + 1)
-        if parts := _get(schema, "allOf", list):
-            return self._value(self._merged(schema, parts), depth + 1)
         match self._type(schema, depth):
             case "object":
                 return self._object(schema, depth)
@@ -249,17 +247,6 @@ class SchemaValues:
             return min(options, key=lambda one: len(json.dumps(self._target(one))))
         return self.pick([one for one in options if self._target(one).get("type") != "null"] or options)
 
-    def _merged(self, schema: dict[str, Any], parts: list[Any]) -> dict[str, Any]:
-        """Return one schema for all parts of an `allOf`, without the keyword itself."""
-        merged: dict[str, Any] = {}
-        for part in (*map(self._target, parts), {**schema, "allOf": ()}):
-            properties = {**_get(merged, "properties", dict), **_get(part, "properties", dict)}
-            required = [*_get(merged, "required", list), *_get(part, "required", list)]
-            merged |= {**part, "properties": properties, "required": required}
-        if not merged["properties"]:
-            del merged["properties"]
-        return merged
-
     def _type(self, schema: dict[str, Any], depth: int) -> str:
         kind = schema.get("type")
         if isinstance(kind, list) and kind:
@@ -288,12 +275,8 @@ class SchemaValues:
         if (most := _number(schema, "maxItems")) is not None:
             count = min(count, int(most))
         found: list[Any] = []
-        tries = count * (4 if schema.get("uniqueItems") else 1)
-        while len(found) < count and tries > 0 and self.left:
-            tries -= 1
-            one = self._value(first[len(found)] if len(found) < len(first) else schema.get("items"), depth + 1)
-            if one not in found or not schema.get("uniqueItems"):
-                found.append(one)
+        while len(found) < count and self.left:
+            found.append(self._value(first[len(found)] if len(found) < len(first) else schema.get("items"), depth + 1))
         return found
 
     def _numeric(self, schema: dict[str, Any], *, is_integer: bool) -> float:
