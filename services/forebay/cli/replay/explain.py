@@ -31,8 +31,6 @@ from forebay.replay.explain.explanation import (
 )
 from forebay.replay.explain.find import OnProgress, UnknownRequest
 from forebay.replay.moment import flat
-from forebay.transport.base import NotDerivable
-from forebay.transport.history.reader import OtherRules
 from forebay.transport.recording.manifest import utc
 
 CANDIDATES_SHOWN = 10  # number of the cheapest candidates shown; --all shows all
@@ -81,10 +79,7 @@ async def _explain(
     recording: Recording, request_id: str, on_progress: OnProgress, custom: CustomPolicies
 ) -> Explanation:
     async with recording.opened(custom) as (log, partition):
-        try:
-            return await explain(log, partition, request_id, progress=on_progress, custom=custom)
-        except OtherRules as other:
-            raise NotDerivable(str(other)) from other
+        return await explain(log, partition, request_id, progress=on_progress, custom=custom)
 
 
 def show(console: Console, explanation: Explanation, *, everything: bool) -> None:

@@ -29,7 +29,7 @@ from forebay.replay.explain.find import (
 from forebay.replay.explain.timeline import Timeline, submission_of
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.walk import LogStates, Start, States, Walk, continue_after, oldest
-from forebay.transport.base import Log, Record
+from forebay.transport.base import Log, NotDerivable, Record
 from forebay.transport.history.reader import HistoryAbandoned, OtherRules, decode_or_none, records_of
 
 BREATHE_EVERY = 64  # journal records between yields to the event loop, for time limits and signals
@@ -60,7 +60,7 @@ async def explain(
 
     Raises:
         UnknownRequest: no record is about the request.
-        OtherRules: an owner with other decision rules decided about the request.
+        NotDerivable: an owner with other decision rules decided about the request.
         LogError: the log is damaged.
     """
     states, mentions = (None, None) if known is None else known
@@ -75,14 +75,13 @@ async def explain(
     if mentions is not None:  # the request is not active yet in a state before the record that counts its submission
         first = next((offset for offset in mentions.submissions if offset <= first), first)
     end = await log.end(DECISIONS.name, partition)
-    states = states or LogStates(log, partition, custom)
     try:
-        start = await _start(log, partition, found.request_id, first, states, custom)
-    except OtherRules:  # an owner with own rules may have continued the request
-        start = await _start(log, partition, found.request_id, found.last, states, custom)
-    timeline = Timeline(found.request_id, start.world)
-    derived = _Derived(log, partition, found, end, progress, with_changes, timeline, start.offset, start.offset)
-    await derived.follow(start, custom)
+        start = await _start(log, partition, found, first, states or LogStates(log, partition, custom), custom)
+        timeline = Timeline(found.request_id, start.world)
+        derived = _Derived(log, partition, found, end, progress, with_changes, timeline, start.offset, start.offset)
+        await derived.follow(start, custom)
+    except OtherRules as other:
+        raise NotDerivable(str(other)) from other
     if derived.divergence is None and not timeline.over:
         if not timeline.begun:
             raise UnknownRequest(found.request_id, ())
@@ -155,14 +154,18 @@ class _Derived:
 
 
 async def _start(
-    log: Log, partition: int, request_id: str, first: int, states: States, custom: CustomPolicies
+    log: Log, partition: int, found: RequestLocation, first: int, states: States, custom: CustomPolicies
 ) -> Start:
     """Return the newest state before the request, or the oldest one if the request was already active there.
 
-    Raises OtherRules if an owner with other decision rules decided about the request first.
+    If an owner with other decision rules decided about the request first, the state is before the last decision. Raises
+    OtherRules if such an owner made this decision, too.
     """
-    start = await states.before(first)
-    while start.world.requests.get(request_id) is not None:
+    try:
+        start = await states.before(first)
+    except OtherRules:  # an owner with own rules may have continued the request
+        start = await states.before(found.last)
+    while start.world.requests.get(found.request_id) is not None:
         try:
             eldest = await oldest(log, partition, await log.end(DECISIONS.name, partition), custom)
             if eldest.offset >= start.offset:
