@@ -37,7 +37,6 @@ from tests.depth import sampled
 from tests.replay.owner_histories import GARBAGE, WrittenDriver, dense_history, log_with, owner_histories, played
 from tests.replay.slices import opened
 
-KEY = bytes(range(32))
 READ_MAX = 100_000
 WHOLE = Window()
 
@@ -65,12 +64,10 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out.rec"
 
 
-async def written(
-    log: SqliteLog, out: Path, window: Window = WHOLE, key: bytes | None = KEY, progress: Any = None
-) -> Anonymized:
+async def written(log: SqliteLog, out: Path, window: Window = WHOLE, progress: Any = None) -> Anonymized:
     slices = [await slice_of(log, "m", 0, window)]
     contents = await contents_of(log, slices, namespace="forebay", source="log", asked={}, anonymized=True)
-    return await record_anonymized(log, out, contents, progress, key=key, custom=CUSTOM)
+    return await record_anonymized(log, out, contents, progress, custom=CUSTOM)
 
 
 def without_digests(report: VerifyReport) -> VerifyReport:
@@ -302,7 +299,7 @@ async def test_the_file_contains_no_client_content(log: SqliteLog, out: Path) ->
     (await log_with(content_history(), original)).close()
     seen = {name.partition(" ")[0] for name in leaks(original, secrets)}
     assert seen == {"garbage", "a", "id", "session", "namespace", "hash", "tokens", "block"}
-    await written(log, out, key=None)
+    await written(log, out)
     assert leaks(out, secrets) == []
     assert names_beside(out) == ["original.db", "original.db.lock", "out.rec"]
 
@@ -342,7 +339,7 @@ async def test_an_anonymised_recording_can_be_anonymised_again(log: SqliteLog, o
     await written(log, out)
     twice = out.with_name("twice.rec")
     with opened(out) as once:
-        made = await written(once, twice, key=bytes(32))
+        made = await written(once, twice)
         assert made.verified["m"].divergence is None
         assert leaks(twice, secrets_of(once) | secrets_of(log)) == []
         lengths = [[one.prompt_tokens for one in events(each, REQUESTS) if one] for each in (log, once)]

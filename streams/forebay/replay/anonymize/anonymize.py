@@ -60,7 +60,6 @@ async def record_anonymized(
     out: Path,
     contents: Contents,
     progress: OnStep | None = None,
-    key: bytes | None = None,
     custom: CustomPolicies = ONLY_BUILT_IN,
 ) -> Anonymized:
     """Write an anonymised recording of `contents` from a log, which may grow, and verify the recording.
@@ -78,7 +77,7 @@ async def record_anonymized(
     def step_of(name: str) -> Callable[..., None] | None:
         return None if progress is None else lambda done, total, *_: progress(name, done, total)
 
-    source, key = SliceLog(log, contents.extents), key or secrets.token_bytes(KEY_BYTES)
+    source, key = SliceLog(log, contents.extents), secrets.token_bytes(KEY_BYTES)
     partitions = [group.partition for group in contents.groups]
     anonymizers = {one: await _learn(source, one, key, step_of("deriving decisions"), custom) for one in partitions}
     writer = RecordingWriter.create(out, contents)

@@ -68,7 +68,6 @@ async def catalog_explanation(
     request_id: str,
     *,
     journal_offset: int | None = None,
-    thorough: bool = True,
     with_changes: bool = False,
     custom: CustomPolicies = ONLY_BUILT_IN,
 ) -> Explanation:
@@ -80,7 +79,6 @@ async def catalog_explanation(
         log,
         partition,
         request_id,
-        thorough=thorough,
         with_changes=with_changes,
         custom=custom,
         known=Known(CatalogStates(store, log, partition, custom), find_mentions(store, request_id, journal_offset)),

@@ -159,11 +159,11 @@ class VerificationTally:
         )
 
 
-async def verify_scaling(log: Log, on_progress: OnProgress | None = None) -> ScalingVerification | None:
+async def verify_scaling(log: Log) -> ScalingVerification | None:
     """Derive all decisions of the topic `scaling` again. None if the log has no record of this topic."""
     if not await has_scaling(log) or await log.end(SCALING.name, PARTITION) == 0:
         return None
-    journal, tally = ScalingJournal(log, on_progress), VerificationTally()
+    journal, tally = ScalingJournal(log), VerificationTally()
     try:
         async for decision in journal.read():
             tally.add(decision)
