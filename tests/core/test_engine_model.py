@@ -439,16 +439,12 @@ def test_prefill_is_dynamos_polynomial_to_six_digits(tokens: int) -> None:
     assert abs(prefill_us(tokens) - exact) <= max(Decimal("0.5"), exact / 1_000_000)
 
 
-@pytest.mark.parametrize(("used", "total"), [(0, 16_384), (1, 16_384), (8192, 16_384), (16_384, 16_384), (3, 7)])
+@pytest.mark.parametrize(
+    ("used", "total"), [(0, 16_384), (1, 16_384), (8192, 16_384), (16_384, 16_384), (3, 7), (300, 100)]
+)
 def test_decode_is_dynamos_polynomial_to_six_digits(used: int, total: int) -> None:
     exact = exact_decode_us(used, total)
     assert abs(decode_us(used, total) - exact) <= max(Decimal("0.5"), exact / 1_000_000)
-
-
-def test_worked_examples() -> None:
-    assert (prefill_us(0), prefill_us(1000)) == (0, 32_106)
-    assert [decode_us(used, 100) for used in (0, 50, 100)] == [5_740, 26_310, 34_010]
-    assert decode_us(300, 100) == decode_us(100, 100), "usage is clamped"
 
 
 def test_the_mocker_prefills_and_then_decodes() -> None:

@@ -515,17 +515,6 @@ def test_a_loss_of_another_incarnation_or_of_nobody_changes_nothing() -> None:
     assert len(drive.world.requests) == 1
 
 
-def test_a_restarted_ingress_is_another_incarnation() -> None:
-    drive = Driver().fleet("a")
-    drive("fleet", ingress_joined())
-    drive("requests", request("old", ingress_incarnation="one"))
-    (aborted,) = drive("fleet", ingress_lost())
-    drive("fleet", ingress_joined(incarnation="two"))
-    drive("requests", request("new", ingress_incarnation="two"))
-    assert aborted.request_id == "old"
-    assert [one.submitted.request_id for one in drive.world.requests.active()] == ["new"]
-
-
 def test_ingresses_outlive_a_snapshot() -> None:
     drive = Driver().fleet("a")
     drive("fleet", ingress_joined(lease_ttl_ms=3_000))

@@ -13,7 +13,7 @@ from forebay.core.state import requests as lifecycle
 from forebay.core.ttft_parts import Part
 from forebay.engine_model.model import EngineConfig
 from forebay.events.codec import decode
-from forebay.events.control import DisaggConfig, QueueConfig, RouterConfig
+from forebay.events.control import QueueConfig, RouterConfig
 from forebay.events.decisions import CommandTarget, KvReleased, RequestAborted, RequestRouted
 from forebay.events.fleet import WorkerSpec
 from forebay.events.progress import (
@@ -26,7 +26,6 @@ from forebay.events.progress import (
     RequestFinished,
     TransferFailed,
 )
-from forebay.events.requests import RoutingHints
 from forebay.events.topics import PROGRESS, TOKENS, work_topic
 from forebay.events.transfer import Prefilled
 from forebay.events.work import ReleaseKv, WorkCancelled, WorkItem
@@ -40,7 +39,7 @@ from forebay.workers.engines.mock.kv import KvSettings
 from forebay.workers.runtime.worker import Worker
 from tests.core.worlds import ENCODED, MEDIA
 from tests.live.shared import SteppedSystem, flush, proven, samples
-from tests.system import BLOCK, MODEL, SLOT, SPEEDUP, submitted, until, until_ended
+from tests.system import BLOCK, MODEL, SLOT, SPEEDUP, submitted, until
 
 ROLES = ("encode", "prefill", "decode")
 PROMPT = list(range(34))
@@ -225,25 +224,6 @@ def test_disagg_a_prefill_rejection_ends_the_response() -> None:
     assert decode(TOKENS, answer.value).error.code == "prefill_failed"
 
 
-@pytest.mark.parametrize("enforce", [False, True])
-async def test_disagg_without_prefill_workers_a_request_is_local_or_rejected(
-    system: IdleWorkers, *, enforce: bool
-) -> None:
-    system.join_pool("d", "decode")
-    router = RouterConfig(disagg=DisaggConfig(enforce=enforce))
-    async with system.owned(pool=None, router=router, fleet=1) as owner:
-        system.send(submitted("r", PROMPT))
-        if enforce:
-            await until_ended(system, "r")
-        else:
-            routed = await system.routed(1, "aggregated")
-            assert routed.prefill is not None
-            assert (routed.prefill.remote, routed.prefill.reason) == (False, "no_prefill_worker")
-        metrics = samples(owner)
-    assert metrics.get(("forebay_router_prefills_total", "local", "no_prefill_worker"), 0) == (not enforce)
-    assert metrics.get(("forebay_router_requests_rejected_total", "no_workers"), 0) == enforce
-
-
 async def test_disagg_work_moved_within_one_turn_is_sent_only_to_its_last_worker(system: IdleWorkers) -> None:
     """Both prefill workers are lost in the turn that routes to them, so the request is prefilled locally."""
     for name, role in (("p0", "prefill"), ("p1", "prefill"), ("d", "decode")):
@@ -257,20 +237,6 @@ async def test_disagg_work_moved_within_one_turn_is_sent_only_to_its_last_worker
     assert made[-1] == ("aggregated", 1)
     assert [(one.stage, one.attempt) for one in system.work(WorkItem)] == [("aggregated", 1)]
     await system.owner.close()
-
-
-async def test_disagg_disaggregated_pools_replace_aggregated_ones_live(system: IdleWorkers) -> None:
-    system.join_pool("whole", "aggregated", pool="a-pool-whose-name-comes-first")
-    async with system.owned(pool=None, fleet=1) as owner:
-        system.leases.release("model", "whole", "whole-1")
-        await until(lambda: len(owner.world.fleet) == 0)
-        system.join_pool("p", "prefill")
-        system.join_pool("d", "decode")
-        await until(lambda: len(owner.world.fleet) == 2)
-        system.send(submitted("r", PROMPT))
-        await until(lambda: system.decisions(RequestRouted))
-    (routed,) = system.decisions(RequestRouted)
-    assert (routed.stage, routed.worker_id) == ("prefill", "p")
 
 
 # The owner releases kept KV that no worker will fetch, however the decode attempt ended
@@ -420,21 +386,6 @@ async def test_disagg_releases_of_an_earlier_request_with_the_same_id_are_not_re
         async with system.replaced() as releases:
             assert [one.request_id for one in releases] == ["r"]
             assert system.engine.kv_stats().held_offers == 2, "both offers are still held"
-
-
-async def test_disagg_a_request_pinned_to_a_lost_decode_worker_ends_and_its_kv_is_released(
-    prefilling: PrefillingSystem,
-) -> None:
-    system = prefilling
-    async with system.serving(), system.owned(pool=None, fleet=3):
-        system.send(submitted("r", PROMPT, routing=RoutingHints(worker_id="d")))
-        system.leave((await system.decoding(1)).worker_id)
-        await system.freed(1)
-        await until_ended(system, "r")
-    (ended,) = system.ends()["r"]
-    assert ended.error is not None
-    assert (ended.error.status, ended.error.code) == (503, "pinned_worker_lost")
-    assert ended.error.message == "worker d was lost, and the request is pinned to it"
 
 
 # Metrics that split the time to first token into parts

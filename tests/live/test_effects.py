@@ -502,26 +502,6 @@ async def test_the_work_item_says_how_many_blocks_the_store_should_have(system: 
     assert (routed.terms.store_overlap, routed.terms.overlap_credit) == (3, 1.5)
 
 
-@pytest.mark.parametrize("dies", [False, True])
-async def test_a_store_survives_its_workers_and_owners(system: EffectsSystem, *, dies: bool) -> None:
-    system.join("w0", kv_store="s")
-    async with system.owned(dies=dies, fleet=1) as owner:
-        system.append(KV_EVENTS, added(4))
-        await known(owner, s=4)
-        system.leases.release(MODEL, "w0", "w0-1")
-        await until(lambda: not len(owner.world.fleet))
-        removed = StoreBlocksRemoved(store="s", worker_id="w0", sequence_hashes=STORED[3 * U64_BYTES :])
-        system.append(KV_EVENTS, removed)
-        await known(owner, s=3)
-    async with system.owned() as owner:
-        await known(owner, s=3)
-        system.join("w1", kv_store="s")
-        await until(lambda: len(owner.world.fleet) == 1)
-        system.send(submitted("r", STORED_PROMPT))
-        await until(system.items)
-    assert [(item.worker_id, item.store_blocks) for item in system.items()] == [("w1", 3)]
-
-
 async def test_the_owner_counts_stale_blocks_and_unused_stores(system: EffectsSystem) -> None:
     system.join("w0", kv_store="s")
     async with system.owned(fleet=1) as owner:

@@ -72,19 +72,6 @@ async def test_a_request_is_answered_and_its_prefix_is_found_by_the_next(log: Sq
         await until(lambda: not len(owner.world.requests))
 
 
-async def test_rejections_are_journaled_and_answered(log: SqliteLog) -> None:
-    async with System(log).started(workers=0) as system, system.owned():
-        system.send(submitted("nobody", PREFIX))
-        system.send(submitted("wrong", PREFIX, model="another"))
-        await until(lambda: len(system.ends()) == 2)
-        assert [(refused.request_id, refused.reason) for refused in system.decisions(RequestRejected)] == [
-            ("nobody", "no_workers"),
-            ("wrong", "wrong_model"),
-        ]
-        statuses = {name: end.error.status for name, (end,) in system.ends().items() if end.error}
-        assert statuses == {"nobody": 503, "wrong": 404}
-
-
 async def test_a_repeated_record_has_no_effect_and_a_reused_id_is_rejected(log: SqliteLog) -> None:
     async with System(log).started(workers=1) as system, system.owned(fleet=1):
         for _ in range(2):
