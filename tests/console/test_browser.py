@@ -213,12 +213,6 @@ def test_what_if_shows_the_numbers_of_replay_diff(console: ConsoleProcess, page:
     assert {name: int(count) for name, count in shown} == expected
 
 
-def test_without_a_planner_the_scaling_view_explains_how_to_start_one(page: Page) -> None:
-    go(page, "/scaling")
-    expect(page.get_by_role("main")).to_contain_text("No planner has written to this log.")
-    expect(page.get_by_role("main")).to_contain_text("forebay planner run")
-
-
 def test_the_slider_works_by_keyboard_and_live_returns(console: ConsoleProcess, page: Page) -> None:
     state = read(console.url, "/v1/console")["state"]
     go(page, "/fleet")

@@ -4,7 +4,6 @@ Without Chromium these tests are skipped with the reason, or fail if FOREBAY_REQ
 """
 
 import asyncio
-import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -93,18 +92,6 @@ def test_ids_with_markup_and_control_characters_are_text(page: Page) -> None:
     assert not {"\u202e", "\x1b", "\u2066"} & set(page.get_by_role("dialog").inner_text())
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_have_count(0)
-
-
-def test_rows_are_left_by_arrow_keys(page: Page) -> None:
-    go(page, "/requests")
-    links = page.get_by_role("table", name="Requests").get_by_role("link")
-    links.first.focus()
-    page.keyboard.press("ArrowDown")
-    expect(links.nth(1)).to_be_focused()
-    page.keyboard.press("ArrowUp")
-    expect(links.first).to_be_focused()
-    page.keyboard.press("Enter")
-    expect(page).to_have_url(re.compile("#/requests/"))
 
 
 def test_the_planner_is_shown_with_its_decisions(console: ConsoleProcess, page: Page) -> None:

@@ -109,6 +109,8 @@ def test_arrow_keys_reach_every_request(console: ConsoleProcess, page: Page) -> 
         expect(table.get_by_title(request_id)).to_be_focused()
     page.evaluate(SCROLL, 0)
     expect(table.get_by_title(ids[-1])).to_be_focused()
+    page.keyboard.press("ArrowUp")
+    expect(table.get_by_title(ids[-2])).to_be_focused()
 
 
 @pytest.mark.slow
