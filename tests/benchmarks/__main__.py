@@ -11,7 +11,6 @@ NAMES = (
     "http",
     "owner",
     "kafka",
-    "kafka-api",
     "replay",
     "simulate",
     "simulate-table",

@@ -1,9 +1,8 @@
 """Compare disaggregated with aggregated serving: the same load on `forebay up` with equally many mock engines, in turn.
 
 The load mixes streamed chats with long prompts that have short responses. Engines run at the speed of the GPU that they
-model, and KV moves between them by NIXL. The tables show inter-token latencies and times to first token as seen by the
-chat clients, and the parts between the end of prefill and the first token, from the log, whose events carry the clock
-of one machine.
+model, and KV moves between them by NIXL. The table shows inter-token latencies and times to first token as seen by the
+clients.
 """
 
 import argparse
@@ -17,19 +16,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import httpx
 
-from forebay.events.codec import decode
-from forebay.events.decisions import RequestRouted
-from forebay.events.progress import FirstTokenEmitted, PrefillFinished
-from forebay.events.topics import DECISIONS, PROGRESS, Topic
-from forebay.transport.sqlite.log import SqliteLog
 from tests.benchmarks.bench_http import URL, up
 
-READ_MAX = 1_000
 CHAT_TOKENS, CHAT_OUTPUT = 256, 160
 LONG_OUTPUT = 4
 HEAD = "| ms | p50 | p90 | p99 | of |\n|---|---|---|---|---|"
@@ -90,46 +81,6 @@ async def drive(arguments: argparse.Namespace, seed: int) -> ClientLatencies:
     return seen
 
 
-async def events(log: SqliteLog, topic: Topic) -> list[Any]:
-    found: list[Any] = []
-    offset, end = await log.begin(topic.name, 0), await log.end(topic.name, 0)
-    while offset < end:
-        page = await log.read(topic.name, 0, offset, min(READ_MAX, end - offset))
-        found += [decode(topic, record.value) for record in page]
-        offset = page[-1].offset + 1
-    return found
-
-
-async def parts(path: Path) -> dict[str, list[float]]:
-    """Return the durations of each part between the end of prefill and the first token, in milliseconds."""
-    log = SqliteLog.open(path)
-    try:
-        progress = await events(log, PROGRESS)
-        decided = {
-            one.request_id: one.consumed[-1].now_us
-            for one in await events(log, DECISIONS)
-            if isinstance(one, RequestRouted) and one.stage == "decode" and one.consumed
-        }
-    finally:
-        log.close()
-    computed = {one.request_id: one.at_us for one in progress if isinstance(one, PrefillFinished)}
-    found: dict[str, list[float]] = {
-        "prefill reported -> applied by the owner": [],
-        "applied -> first byte requested, and after the last: journal, work hop, engine's turn, one step": [],
-        "transfer: first byte requested -> last byte checked": [],
-        "prefill reported -> first token reported": [],
-    }
-    names = list(found)
-    for one in progress:
-        if not isinstance(one, FirstTokenEmitted) or one.request_id not in computed or one.request_id not in decided:
-            continue
-        began, taken = computed[one.request_id], decided[one.request_id]
-        figures = taken - began, one.at_us - taken - one.transfer_us, one.transfer_us, one.at_us - began
-        for name, figure in zip(names, figures, strict=True):
-            found[name].append(figure / 1e3)
-    return found
-
-
 def quantile(values: Sequence[float], share: float) -> float:
     return statistics.quantiles(values, n=1000, method="inclusive")[round(share * 1000) - 1]
 
@@ -140,7 +91,7 @@ def row(name: str, values: Sequence[float]) -> str:
 
 
 def main() -> None:
-    """Measure and print tables."""
+    """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
@@ -156,17 +107,11 @@ def main() -> None:
         "apart": ["--prefill-workers", str(arguments.prefill), "--decode-workers", str(arguments.decode)],
     }
     seen = {name: ClientLatencies() for name in fleets}
-    passed: dict[str, list[float]] = {}
     for number in range(arguments.rounds):
         for name, fleet in fleets.items():
             sys.stderr.write(f"round {number + 1} of {arguments.rounds}: {name}\n")
-            with tempfile.TemporaryDirectory() as folder:
-                log = Path(folder) / "log.db"
-                with up(log, "--kv-blocks", "8192", *fleet):
-                    one = asyncio.run(drive(arguments, arguments.seed + number))
-                if name == "apart":
-                    for part, figures in asyncio.run(parts(log)).items():
-                        passed.setdefault(part, []).extend(figures)
+            with tempfile.TemporaryDirectory() as folder, up(f"{folder}/log.db", "--kv-blocks", "8192", *fleet):
+                one = asyncio.run(drive(arguments, arguments.seed + number))
             for figure in ("ttft", "itl", "long_ttft"):
                 getattr(seen[name], figure).extend(getattr(one, figure))
     print(f"{arguments.seed=}, load average {os.getloadavg()[0]:.1f}\n\n{HEAD}")
@@ -174,9 +119,6 @@ def main() -> None:
     for figure, what in whats.items():
         for name, one in seen.items():
             print(row(f"{what}, {name}", getattr(one, figure)))
-    print(f"\n{HEAD}")
-    for part, figures in passed.items():
-        print(row(part, figures))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """Compare KV transfers by our layer with NIXL alone, on the same lists of blocks.
 
-The holder is a separate process. Every round measures all sides once, in changing order, so that other load affects all
-of them. The ratios are those of the best rounds, medians within a round, and medians of the CPU time of all reader
-threads, which other load does not change. "NIXL alone" transfers one prompt by hand: a transfer made from prepared
-lists, posted, polled and released.
+The holder is a separate process. Every round measures both sides once, in changing order, so that other load affects
+both. The ratios are those of the best rounds, and medians within a round. "NIXL alone" transfers one prompt by hand: a
+transfer made from prepared lists, posted, polled and released.
 """
 
 import argparse
@@ -29,7 +28,6 @@ from forebay.workers.kv_transfer.nixl_thread import LocalAgent, Peers
 from forebay.workers.kv_transfer.transport import KvTransport, open_transport
 
 CASES = ((16 << 10, 1000), (64 << 10, 256), (1 << 20, 16), (16 << 10, 16), (64 << 10, 2048), (1 << 20, 128))
-TOGETHER = 4
 SEED = 11
 LEASE_S = 3_000.0
 PAUSE_S = 0.003  # so that the holder has taken the previous side's notification
@@ -113,46 +111,37 @@ class Raw:
         self.agent.release_xfer_handle(handle)
 
 
-async def measured(act: Callable[[], Any]) -> tuple[float, float]:
-    """Return the wall and CPU seconds of a call."""
-    start_s, cpu_s = time.perf_counter(), time.process_time()
+async def measured(act: Callable[[], Any]) -> float:
+    """Return the wall seconds of a call."""
+    start_s = time.perf_counter()
     done = act()
     if done is not None:
         await done
-    return time.perf_counter() - start_s, time.process_time() - cpu_s
+    return time.perf_counter() - start_s
 
 
 async def case(block_bytes: int, blocks: int, rounds: int) -> dict[str, list[float]]:
-    """Return the wall and CPU seconds of every round, by side."""
+    """Return the wall seconds of every round, by side."""
     into = scattered(blocks, SEED + 1)
     taken: dict[str, list[float]] = {}
     options: dict[str, Any] = {"block_bytes": block_bytes, "on_free": lambda *_: None}
-    nixl = await open_transport(name="reader@1", blocks=2 * blocks * TOGETHER, **options)
-    apart = [[number + n * 2 * blocks for number in into] for n in range(TOGETHER)]
+    nixl = await open_transport(name="reader@1", blocks=2 * blocks, **options)
     with holder(block_bytes, blocks) as offers:
         raw = Raw(block_bytes, blocks, decode_location(offers(1)[0], block_bytes))
         for number in range(rounds + 2):
-            one, *many = offers(1 + TOGETHER)
+            (one,) = offers(1)
             sides: list[tuple[str, Callable[[], Any]]] = [
                 ("nixl", raw.nixl),
                 ("fetch", lambda: nixl.fetch(one, 0, into)),  # noqa: B023 - called in this round
-                ("fetch x4", lambda: together(nixl, many, apart)),  # noqa: B023
             ]
             for side, act in sides[number % len(sides) :] + sides[: number % len(sides)]:
                 await asyncio.sleep(PAUSE_S)
-                share = 1 / TOGETHER if side == "fetch x4" else 1
-                seconds, cpu = await measured(act)
+                seconds = await measured(act)
                 if number > 1:  # the first rounds open connections and touch memory
-                    taken.setdefault(side, []).append(seconds * share)
-                    taken.setdefault(f"{side}, CPU", []).append(cpu * share)
+                    taken.setdefault(side, []).append(seconds)
         check(nixl, into, scattered(blocks, SEED))
     await nixl.close()
     return taken
-
-
-async def together(transport: KvTransport, many: Sequence[Prefilled], into: Sequence[Sequence[int]]) -> None:
-    """Run several fetches concurrently."""
-    await asyncio.gather(*(transport.fetch(one, 0, to) for one, to in zip(many, into, strict=True)))
 
 
 def check(transport: KvTransport, into: Sequence[int], wanted: Sequence[int]) -> None:
@@ -169,14 +158,9 @@ def row(block_bytes: int, blocks: int, taken: dict[str, list[float]]) -> str:
         best = min(taken[side])
         return f"{best * 1e3:.2f} ms, {size / best / 1e9:.1f}"
 
-    def ratio(side: str) -> str:
-        pairs = [alone / ours for alone, ours in zip(taken["nixl"], taken[side], strict=True)]
-        cpu = statistics.median(taken["nixl, CPU"]) / statistics.median(taken[f"{side}, CPU"])
-        return f"{min(taken['nixl']) / min(taken[side]):.2f}, {statistics.median(pairs):.2f}, {cpu:.2f}"
-
-    cells = [cell(side) for side in ("nixl", "fetch", "fetch x4")]
-    ratios = [ratio(side) for side in ("fetch", "fetch x4")]
-    return f"| {blocks} x {block_bytes >> 10} KiB | {' | '.join(cells + ratios)} |"
+    pairs = [alone / ours for alone, ours in zip(taken["nixl"], taken["fetch"], strict=True)]
+    ratios = f"{min(taken['nixl']) / min(taken['fetch']):.2f}, {statistics.median(pairs):.2f}"
+    return f"| {blocks} x {block_bytes >> 10} KiB | {cell('nixl')} | {cell('fetch')} | {ratios} |"
 
 
 def main() -> None:
@@ -186,7 +170,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     print(f"load {os.getloadavg()}, UCX_TLS={os.environ.get('UCX_TLS', '')}, {args.rounds} rounds")
-    print("| list | NIXL | fetch | 4 fetches | fetch/NIXL | 4 fetches/NIXL |")
-    print("|---|---:|---:|---:|---:|---:|")
+    print("| list | NIXL | fetch | fetch/NIXL: best, median |")
+    print("|---|---:|---:|---:|")
     for block_bytes, blocks in CASES:
         print(row(block_bytes, blocks, uvloop.run(case(block_bytes, blocks, args.rounds))), flush=True)
