@@ -43,6 +43,7 @@ from tests.harness import fork_server
 from tests.harness.local import free_ports
 
 URL = "http://127.0.0.1:8000"
+NOTHING: Any = None
 
 
 @pytest.mark.parametrize(
@@ -214,9 +215,7 @@ class Fleet(AttachedWorkers):
 
     def __init__(self, *steps: Step) -> None:
         one = attachments([Upstream(URL)], "w")
-        super().__init__(
-            cast(Any, None), cast(Any, None), cast(Any, None), one, cast(Any, None), CollectorRegistry(), 1.0
-        )
+        super().__init__(NOTHING, NOTHING, NOTHING, one, NOTHING, CollectorRegistry(), 1.0)
         self.one = one[0]
         self.steps = list(steps)
         self.reached = asyncio.Event()
@@ -329,9 +328,7 @@ async def test_a_server_that_serves_another_model_is_not_attached_again(monkeypa
     monkeypatch.setattr(attached_module, "described", described)
     one = attachments([Upstream(URL)], "w")[0]
     one.model = "m"
-    fleet = AttachedWorkers(
-        cast(Any, None), cast(Any, None), cast(Any, None), [one], settings_of(), CollectorRegistry(), 1.0
-    )
+    fleet = AttachedWorkers(NOTHING, NOTHING, NOTHING, [one], settings_of(), CollectorRegistry(), 1.0)
     with pytest.raises(EngineError, match="serves other now, but worker w joined with m; restart the worker"):
         await fleet.attach(one)
 
@@ -352,9 +349,7 @@ async def test_a_process_that_waits_for_its_server_is_alive(monkeypatch: pytest.
     monkeypatch.setattr(attached_module, "join_group", lambda *_: returned(0))
     monkeypatch.setattr(attached_module, "Worker", lambda *_, **__: LostWorker())
     one = attachments([Upstream(URL)], "w")[0]
-    fleet = AttachedWorkers(
-        cast(Any, None), cast(Any, None), cast(Any, None), [one], settings_of(), CollectorRegistry(), 1.0
-    )
+    fleet = AttachedWorkers(NOTHING, NOTHING, NOTHING, [one], settings_of(), CollectorRegistry(), 1.0)
     with pytest.raises(EngineError):
         await fleet.attach(one)
     assert (one.worker, one.model, one.probes.live()[0], one.probes.ready()[0]) == (None, "m", True, False)
