@@ -6,7 +6,6 @@ the end of the journal are listed as not yet applied by an owner.
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -77,80 +76,56 @@ async def explain(
     end = await log.end(DECISIONS.name, partition)
     try:
         start = await _start(log, partition, found, first, states or LogStates(log, partition, custom), custom)
-        timeline = Timeline(found.request_id, start.world)
-        derived = _Derived(log, partition, found, end, progress, with_changes, timeline, start.offset, start.offset)
-        await derived.follow(start, custom)
+        timeline, walk = Timeline(found.request_id, start.world), Walk(log, partition, start, end)
+        while True:
+            try:
+                divergence = await _derive(walk, timeline, found.last, progress, with_changes=with_changes)
+                break
+            except HistoryAbandoned as ended:
+                walk = Walk(log, partition, await continue_after(log, partition, ended, custom), end)
+                timeline.continue_in(walk.world)
     except OtherRules as other:
         raise NotDerivable(str(other)) from other
-    if derived.divergence is None and not timeline.over:
+    if divergence is None and not timeline.over:
         if not timeline.begun:
             raise UnknownRequest(found.request_id, ())
-        await _observe_tail(log, partition, timeline, derived.view)
-    explanation = timeline.explanation(diverged=derived.divergence is not None)
+        await _observe_tail(log, partition, timeline, walk.world.view)
     return msgspec.structs.replace(
-        explanation,
+        timeline.explanation(diverged=divergence is not None),
         earlier_uses=found.earlier,
         others=found.others,
-        derived_from=derived.begin,
-        derived_to=derived.done,
-        unverified=derived.unverified,
-        divergence=derived.divergence,
+        derived_from=start.offset,
+        derived_to=walk.position,
+        unverified=walk.unverified,
+        divergence=divergence,
     )
 
 
-@dataclass(slots=True)
-class _Derived:
-    """Derives the timeline of a request from the journal offsets [`begin`, `done`)."""
+async def _derive(
+    walk: Walk, timeline: Timeline, last: int, progress: OnProgress | None, *, with_changes: bool
+) -> DivergenceReport | None:
+    """Apply the steps of a walk to a timeline, up to the end of the request and its `last` decision."""
+    trail = DivergenceTrail(walk)
+    kept = walk.world.on_plan
+    assert kept is not None, "DivergenceTrail sets a listener"
 
-    log: Log
-    partition: int
-    found: RequestLocation
-    end: int
-    progress: OnProgress | None
-    with_changes: bool
-    timeline: Timeline
-    begin: int
-    done: int
-    divergence: DivergenceReport | None = None
-    unverified: dict[str, int] = field(default_factory=dict)
-    view: Mapping[str, int] = field(default_factory=dict)
+    def on_plan(plan: Plan) -> None:
+        kept(plan)
+        timeline.on_plan(plan, with_changes=with_changes)
 
-    async def follow(self, start: Start, custom: CustomPolicies) -> None:
-        """Follow the journal from a state to the end of the request. Raises OtherRules."""
-        while True:
-            try:
-                return await self._derive(start)
-            except HistoryAbandoned as ended:
-                start = await continue_after(self.log, self.partition, ended, custom)
-                self.timeline.continue_in(start.world)
-
-    async def _derive(self, start: Start) -> None:
-        walk = Walk(self.log, self.partition, start, self.end)
-        trail = DivergenceTrail(walk)
-        kept = walk.world.on_plan
-        assert kept is not None, "DivergenceTrail sets a listener"
-
-        def on_plan(plan: Plan) -> None:
-            kept(plan)
-            self.timeline.on_plan(plan, with_changes=self.with_changes)
-
-        walk.world.on_plan = on_plan
-        try:
-            async for step in walk:
-                if step.divergence is not None:
-                    self.divergence = trail.report(step.divergence, step)
-                    return
-                trail.add_verified(step)
-                self.timeline.apply(step)
-                self.done = step.offset + 1
-                if self.timeline.over and step.offset >= self.found.last:
-                    return
-                if self.done % BREATHE_EVERY == 0:
-                    if self.progress is not None:
-                        self.progress(self.done - start.offset, walk.end - start.offset)
-                    await asyncio.sleep(0)
-        finally:
-            self.view, self.unverified = walk.world.view, walk.unverified
+    walk.world.on_plan = on_plan
+    async for step in walk:
+        if step.divergence is not None:
+            return trail.report(step.divergence, step)
+        trail.add_verified(step)
+        timeline.apply(step)
+        if timeline.over and step.offset >= last:
+            break
+        if walk.position % BREATHE_EVERY == 0:
+            if progress is not None:
+                progress(walk.position - walk.start, walk.end - walk.start)
+            await asyncio.sleep(0)
+    return None
 
 
 async def _start(

@@ -92,7 +92,6 @@ class PlannerStatus(Fact, frozen=True, kw_only=True):
     since_us: int
     stopped_us: int | None
     newest_us: int
-    rules_version: int
     advisory: bool
     paused: bool
     paused_by: str
@@ -163,7 +162,6 @@ def _status(
         since_us=claim.at_us,
         stopped_us=journal.stopped.at_us if journal.stopped is not None else None,
         newest_us=state.now_us,
-        rules_version=claim.rules_version,
         paused=state.paused,
         paused_by=order.operator if order is not None else "",
         paused_us=order.at_us if order is not None else None,
