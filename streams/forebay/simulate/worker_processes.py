@@ -201,7 +201,8 @@ class WorkerProcesses:
             cluster.die(process.rank)
             lease_us = round(self._life.lease_ttl_s * US_PER_S)
             cluster.at(cluster.now_us + round(lease_us * SUSPECT_AFTER), partial(self._suspect, worker, process.rank))
-            cluster.at(cluster.now_us + lease_us, partial(self._lose_rank, worker, process.rank))
+            epoch = process.rank.worker_epoch
+            cluster.at(cluster.now_us + lease_us, partial(self._lose, worker, "its lease expired", epoch))
         if back_us is not None and not worker.removed:
             worker.restarting = True
             cluster.at(cluster.now_us + back_us, partial(self._restart, worker))
@@ -214,14 +215,9 @@ class WorkerProcesses:
             )
             self._cluster.apply(FLEET, suspect)
 
-    def _lose_rank(self, worker: SimulatedWorker, rank: EngineRank) -> None:
+    def _lose(self, worker: SimulatedWorker, reason: str, epoch: int | None = None) -> None:
         member = self._cluster.world.fleet.get(worker.spec.worker_id)
-        if member is not None and member.worker_epoch == rank.worker_epoch:
-            self._lose(worker, "its lease expired")
-
-    def _lose(self, worker: SimulatedWorker, reason: str) -> None:
-        member = self._cluster.world.fleet.get(worker.spec.worker_id)
-        if member is not None:
+        if member is not None and epoch in (None, member.worker_epoch):
             lost = WorkerLost(
                 owner_epoch=self._owner_epoch,
                 worker_id=worker.spec.worker_id,
