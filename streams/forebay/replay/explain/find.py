@@ -39,13 +39,12 @@ OnProgress = Callable[[int, int], None]
 
 
 class UnknownRequest(Exception):
-    """Raised if no record is about the request. `near` has existing IDs with the same prefix, newest first."""
+    """Raised if no record is about the request. `near` are existing IDs with the same prefix, newest first."""
 
     def __init__(self, request_id: str, near: tuple[str, ...]) -> None:
         super().__init__(
             unknown_name("request", request_id, near) if near else f"unknown request {request_id!r}; check the ID"
         )
-        self.near = near
 
 
 @dataclass(frozen=True, slots=True)
