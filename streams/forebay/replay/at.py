@@ -39,7 +39,6 @@ from forebay.replay.moment import (
     requests_of,
     workers_of,
 )
-from forebay.replay.spans import clock_before
 from forebay.replay.walk import LogStates, Start, States, StateTime, Step, Walk
 from forebay.transport.base import Log, LogError, NotDerivable
 from forebay.transport.history.claims import validity_at
@@ -255,8 +254,15 @@ async def offset_at(log: Log, partition: int, time_us: int, states: States | Non
 
 async def last_clock(log: Log, partition: int) -> int:
     """Return the owner's clock at the journal's end in microseconds, 0 if the owner applied no event."""
-    _, end = await _extent(log, partition)
-    return await clock_before(log, partition, end)
+    begin, end = await _extent(log, partition)
+    while begin < end:
+        start = max(begin, end - PAGE_RECORDS)
+        records = [decode_journal(one) async for one in journal_records(log, partition, start, end)]
+        clocks = [record.consumed[-1].now_us for record in records if record is not None and record.consumed]
+        if clocks:
+            return max(clocks)  # a repeated record may be the last one
+        end = start
+    return 0
 
 
 async def _extent(log: Log, partition: int) -> tuple[int, int]:

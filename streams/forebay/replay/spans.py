@@ -15,7 +15,7 @@ from forebay.events.topics import DECISIONS
 from forebay.replay.walk import Start, Walk, oldest
 from forebay.transport.base import Log
 from forebay.transport.history.claims import valid_claims, validity_at
-from forebay.transport.history.reader import PAGE_RECORDS, Validity, decode_journal, journal, journal_records
+from forebay.transport.history.reader import Validity, journal
 from forebay.transport.history.snapshots import (
     claim_at,
     load_continued,
@@ -107,16 +107,3 @@ async def oldest_of_any_rules(log: Log, partition: int, custom: CustomPolicies =
                 world = await load_snapshot(log, partition, taken, custom, any_rules=True)
                 return Start(world, taken.journal_offset, rules=taken.core_version)
     return await oldest(log, partition, end, custom)
-
-
-async def clock_before(log: Log, partition: int, end: int) -> int:
-    """Return the owner's clock before journal offset `end` in microseconds, 0 if no event was applied by then."""
-    begin = await log.begin(DECISIONS.name, partition)
-    while begin < end:
-        start = max(begin, end - PAGE_RECORDS)
-        records = [decode_journal(one) async for one in journal_records(log, partition, start, end)]
-        clocks = [record.consumed[-1].now_us for record in records if record is not None and record.consumed]
-        if clocks:
-            return max(clocks)  # a repeated record may be the last one
-        end = start
-    return 0
