@@ -28,7 +28,7 @@ from forebay.transport.history.start import StoredState, begins_of, oldest_state
 
 
 class OtherSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """Part of a journal that only forebay `release` can derive, with other decision rules. Empty if unknown."""
+    """Part of a journal with other decision rules, which only forebay `release` can derive; empty if it is unknown."""
 
     rules: int
     release: str = ""
