@@ -89,8 +89,8 @@ demo-scaling: $(READY) ## scale workers by a planner that is killed half-way (Ja
 demo-tiers: $(READY) ## reuse KV from host memory, disks, a directory and a bucket that fail (Java 17, Maven)
 	@$(BIN)/python -m tests.harness.demo_tiers $(ARGS)
 
-demo-console: $(READY) ## lose a worker and the owner, and look at it in the console (Java 17, Maven); options in ARGS="..."
-	@$(BIN)/python -m tests.harness.demo_console $(ARGS)
+demo-console: $(READY) ## run demo-kafka, and look at it in the console (Java 17, Maven); options in ARGS="..."
+	@$(BIN)/python -m tests.harness.demo_kafka --console 8100 $(ARGS)
 
 lint: $(READY) ## check style, import layers and spelling
 	@$(BIN)/ruff check --quiet --output-format concise

@@ -3,8 +3,9 @@
 Starts Kafka, Redis, two ingresses, two routers and mock workers, and plays a trace. Kills a worker after a quarter of
 the trace, and half-way the router that owns the group, both with SIGKILL. Verifies every decision in a separate
 process. Exits 1 unless each request was answered once, routing resumed within 10 s, and every decision was derived
-equal. Kafka and Redis of your own: FOREBAY_KAFKA (host:port) and FOREBAY_REDIS (URL); topics of this run are removed
-from them afterwards.
+equal. `make demo-console` also runs a console, and leaves it open at the moment before the worker was lost. Kafka and
+Redis of your own: FOREBAY_KAFKA (host:port) and FOREBAY_REDIS (URL); topics of this run are removed from them
+afterwards.
 """
 
 import argparse
@@ -19,13 +20,15 @@ from pathlib import Path
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import WorkloadOptions
 from forebay.simulate.workloads.rows import BLOCK_TOKENS
-from tests.harness.cluster import Cluster, Ownership
+from tests.harness.cluster import FOREBAY, Cluster, Ownership
 from tests.harness.demos import Demo, Place, TraceResult, begin_trace, positive, until_routed
 from tests.harness.failover import lost
 from tests.harness.processes import ProcessError
 
 ROUTERS, INGRESSES = ("r1", "r2"), ("i1", "i2")  # of the routers one owns, one stands by
 KILLED = "w1"
+TOKEN = "demo"  # the console listens on loopback, and ends with the demo
+BEFORE_US = 1_000_000  # the page opens this long before the worker was lost
 RESUMED_WITHIN_S = 10.0  # the session timeout of Kafka's consumer group is 6 s
 REPORT_EVERY_S = 5.0
 SEED = 2026
@@ -39,6 +42,7 @@ class Result(TraceResult):
     """The result of the demo; times are in seconds."""
 
     killed_at: int = 0
+    lost_us: int = 0
     resumed_s: float | None = None
     owners: int = 0
 
@@ -97,7 +101,8 @@ async def play(cluster: Cluster, trace: Path, options: argparse.Namespace, resul
     try:
         await until_routed(cluster, result.requests // 4)
         killed_us = cluster.kill(KILLED)
-        lost_s = ((await lost(cluster, KILLED)).at_us - killed_us) / 1e6
+        result.lost_us = (await lost(cluster, KILLED)).at_us
+        lost_s = (result.lost_us - killed_us) / 1e6
         DEMO.report(f"kill -9 of worker {KILLED}, whose loss was recorded {lost_s:.1f} s later")
         result.killed_at = await until_routed(cluster, result.requests // 2)
         owner = await cluster.owner()
@@ -152,16 +157,32 @@ async def run(place: Place, options: argparse.Namespace) -> Result:
         workers = [f"w{number + 1}" for number in range(options.workers)]
         await cluster.serve(ROUTERS, workers, INGRESSES, worker=("--speedup", str(options.speedup)))
         DEMO.report(f"all serve after {time.monotonic() - began_s:.1f} s, and {await cluster.owner()} owns")
+        if options.console:
+            begin_console(cluster, place.folder, options.console)
         await play(cluster, trace, options, result)
         result.owners = (await result.verify(cluster))["claims"]
-    result.judge()
+        result.judge()
+        if options.console and not result.problems:
+            url = f"http://127.0.0.1:{options.console}/#/fleet?at={result.lost_us - BEFORE_US}&token={TOKEN}"
+            DEMO.report(f"open {url} for the second before worker {KILLED} was lost")
+            DEMO.report(f"the admin token for actions is in {place.folder / 'admin-token'}; stop with Ctrl-C")
+            await asyncio.Event().wait()
     return result
+
+
+def begin_console(cluster: Cluster, folder: Path, port: int) -> None:
+    token_file = folder / "console-token"
+    token_file.write_text(TOKEN)
+    files = ("--cache-dir", str(folder), "--token-file", str(token_file))
+    where = (*cluster.where, "--port", str(port), "--url", cluster.urls["i1"])
+    cluster.processes.start("console", [FOREBAY, "console", *where, *files])
 
 
 def main() -> int:
     DEMO.add_trace_options(speed=1.0)
     DEMO.add("--duration-s", type=positive, help="only the first seconds of the trace")
     DEMO.add("--workers", type=int, default=8, choices=range(2, 17), metavar="2-16", help="(%(default)s)")
+    DEMO.add("--console", type=int, metavar="PORT", help="run a console on this port, and leave it open at the end")
     return DEMO.run(run)
 
 

@@ -25,7 +25,6 @@ from tests.integration.stream_clients import post, stream_clients
 OUTAGE_S = 20.0  # longer than the 10 s request timeout of Kafka clients
 ASK_EVERY_S = 0.1
 AT_ONCE_S = 4.0  # a rejection takes at most a second; margin for a busy machine
-REQUEST_S = 150.0
 PATIENCE_S = 120.0
 AGAIN = 30  # requests after the outage
 LINES_MAX = 150  # per service and outage; uncounted repeats would log 100 per second

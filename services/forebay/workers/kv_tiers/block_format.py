@@ -28,7 +28,7 @@ CHECKSUM_AT = CHECKED_BYTES - 16
 # block or identity; a newer version of forebay wrote it.
 BAD_REASONS = ("truncated", "corrupt", "foreign", "newer")
 
-checksum = xxh3_128_digest  # of the bytes of a block; benchmarks replace it
+checksum = xxh3_128_digest  # of the bytes of a block
 
 _NAME = re.compile(r"([0-9a-f]{64})-([0-9a-f]{16})\.kv")
 _pack_start = struct.Struct("<16s32sQ32sQ").pack
