@@ -37,10 +37,8 @@ MATCHED_QUERIES = 100  # also
 REMOVED_EVENTS = 2000  # also
 SINGLE_SHARE = 5  # also: a fifth of the events is split into events of one block
 
-WALKED_BLOCKS = 20_000  # blocks per piece
 
 MEMORY = "memory"
-WALK = "walk"
 AS_LIST = ", a list"
 
 Line = dict[str, Any]
@@ -138,16 +136,15 @@ def load_peer(path: Path) -> ModuleType:
 
 
 def run_case(case: Case) -> list[Line]:
-    """Measure one case: apply, find, apply one by one, remove, and apply without decoding."""
+    """Measure one case: apply, find, apply one by one, and remove."""
     peer = load_peer(case.workload)
     load = peer.workload(case.blocks, case.workers)
     wire = Wire(case.workers)
-    stored = wire.stored(load.events)
+    bulk = packed(wire.stored(load.events))
     own_parts = [event for event in load.events[: load.short_events] if event.parent is not None]
     removed = packed(wire.removed(own_parts[:REMOVED_EVENTS]))
     wire.restart()
     single = packed(wire.stored(peer.one_by_one(load.events[: len(load.events) // SINGLE_SHARE])))
-    bulk = packed(stored)
     listed = {
         kind + AS_LIST: [extend_chain(None, query) for query in wanted]
         for kind, wanted in peer.queries(load, case.queries).items()
@@ -164,14 +161,10 @@ def run_case(case: Case) -> list[Line]:
     rss_per_block = round(in_fresh_process(rss_of_index, bulk, case.workers) / load.blocks)
     lines: list[Line] = [line | {"rss_per_block": rss_per_block}]
     lines += [find(index, kind, wanted) for kind, wanted in queries.items()]
-    lines.append(walk(index))
     other = wire.index()
     lines.append({"what": "apply_single", **measured(partial(apply_wire, other, single), len(single), len(single))})
     blocks = sum(len(event.blocks) for event in own_parts[:REMOVED_EVENTS])
     lines.append({"what": "remove", **measured(partial(apply_wire, index, removed), blocks, len(removed))})
-    del index, other
-    fresh = wire.index()
-    lines.append({"what": "apply_decoded", **measured(partial(apply, fresh, stored), load.blocks, len(stored))})
     return [{"case": case.name, **line} for line in lines]
 
 
@@ -202,27 +195,9 @@ def apply_wire(index: PrefixIndex, records: Iterable[bytes]) -> None:
     check(index)
 
 
-def apply(index: PrefixIndex, events: Iterable[CacheEvent]) -> None:
-    for event in events:
-        index.apply(event)
-    check(index)
-
-
 def check(index: PrefixIndex) -> None:
     """Check that no event was skipped, because skipped events would be fast."""
     assert not +index.counts, index.counts
-
-
-def walk(index: PrefixIndex) -> Line:
-    """Time the pieces in which a snapshot walks the blocks."""
-    took_us = []
-    pieces = index.begin_scan()
-    while not pieces.done:
-        started = time.perf_counter()
-        pieces.advance(WALKED_BLOCKS)
-        took_us.append((time.perf_counter() - started) * 1e6)
-    index.end_scan()
-    return {"what": WALK, "max_us": round(max(took_us)), "sum_us": round(sum(took_us)), "pieces": len(took_us)}
 
 
 def find(index: PrefixIndex, kind: str, queries: Sequence[Sequence[int]]) -> Line:
@@ -282,9 +257,6 @@ def figures(lines: Iterable[Line]) -> Iterator[tuple[Metric, float]]:
         if what == "find":
             yield Metric(case, f"find, {line['query']}", "µs p50"), line["p50_us"]
             yield Metric(case, f"find, {line['query']}", "µs p99"), line["p99_us"]
-        elif what == WALK:
-            yield Metric(case, "walk, the longest of its pieces", "µs"), line["max_us"]
-            yield Metric(case, "walk, all pieces", "ms"), line["sum_us"] / 1e3
         else:
             yield Metric(case, what, "M blocks/s", rising=True), line["blocks_per_s"] / 1e6
         if "rss_per_block" in line:

@@ -12,7 +12,6 @@ import random
 import sys
 import time
 from collections.abc import Iterable
-from itertools import chain, count, islice
 from pathlib import Path
 
 from forebay.transport.base import Draft, Record
@@ -34,11 +33,10 @@ def main(arguments: list[str]) -> int:
     if options.plan is not None:
         return _run_one(simulate(read_plan(options.plan)))
     if options.seed is not None:
-        return _run_one(simulate(draw_plan(options.seed, options.kinds, options.depth or depth_of(options.seed))))
+        return _run_one(simulate(draw_plan(options.seed, options.depth or depth_of(options.seed))))
     first = random.SystemRandom().randrange(1 << 31) if options.first is None else options.first
     print(f"fuzz: seeds from {first}; repeat one with: make fuzz SEED=n")
-    seeds = chain(options.also, islice(count(first), options.seeds))
-    tally, failed = _search(seeds, options)
+    tally, failed = _search(range(first, first + options.seeds), options)
     _print_tally(tally)
     for result in [] if options.until_failed else failed[:FAILED_MAX]:
         _run_one(shrink(result, SHRINK_S))
@@ -51,12 +49,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--seeds", type=int, default=100, help="number of seeds")
     parser.add_argument("--first", type=int, help="first seed; drawn if it is not given")
-    parser.add_argument("--also", type=int, nargs="*", default=[], help="further seeds, which run first")
     parser.add_argument("--seed", type=int, help="run only this seed, and save its log")
     parser.add_argument("--plan", type=Path, help="run only this plan, a file of an earlier failure")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further seed after this time")
     parser.add_argument("--until-failed", action="store_true", help="stop at the first failing seed")
-    parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS, metavar="KIND", help="kinds of faults")
     parser.add_argument("--depth", choices=DEPTHS, help="kafka runs the Kafka transport; default: by the seed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     return parser
@@ -66,7 +62,7 @@ def _search(seeds: Iterable[int], options: argparse.Namespace) -> tuple[Tally, l
     """Simulate the seeds, and return sums and the results with a violation."""
     tally, failed = Tally(), []
     began_s = reported_s = time.monotonic()
-    for result in results_of(seeds, tuple(options.kinds), options.depth, options.jobs, options.seconds):
+    for result in results_of(seeds, options.depth, options.jobs, options.seconds):
         tally.add(result)
         if result.violation:
             failed.append(result)

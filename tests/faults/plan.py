@@ -122,8 +122,8 @@ def depth_of(seed: int) -> Depth:
     return "kafka" if seed % 4 == 0 else "log"
 
 
-def draw_plan(seed: int, kinds: Sequence[str] = KINDS, depth: Depth = "log") -> Plan:
-    """Return the plan of a seed, with faults of these kinds only. The depth `kafka` adds faults to it."""
+def draw_plan(seed: int, depth: Depth = "log") -> Plan:
+    """Return the plan of a seed. The depth `kafka` adds faults to it."""
     random = Random(f"plan/{seed}")
     workers = random.randint(2, 4)
     plan = Plan(
@@ -138,27 +138,25 @@ def draw_plan(seed: int, kinds: Sequence[str] = KINDS, depth: Depth = "log") -> 
         requests=(),
         faults=(),
     )
-    faults = _draw_faults(random, plan, kinds)
-    requests = _draw_requests(random, plan, kinds)
-    if "upgrade" in kinds:
-        faults = _by_time([*faults, *_draw_upgrades(Random(f"plan/{seed}/upgrade"), plan)])
-    faults = _by_time([*faults, *_draw_journal_faults(Random(f"plan/{seed}/journal"), kinds)])
-    faults = _by_time([*faults, *_draw_some(Random(f"plan/{seed}/operator"), plan, kinds, OPERATOR_KINDS)])
+    faults = _draw_faults(random, plan)
+    requests = _draw_requests(random, plan)
+    faults = _by_time([*faults, *_draw_upgrades(Random(f"plan/{seed}/upgrade"), plan)])
+    faults = _by_time([*faults, *_draw_journal_faults(Random(f"plan/{seed}/journal"))])
+    faults = _by_time([*faults, *_draw_some(Random(f"plan/{seed}/operator"), plan, OPERATOR_KINDS)])
     if depth == "kafka":
         extra = Random(f"plan/{seed}/kafka")
-        faults = _by_time([*faults, *_draw_some(extra, plan, kinds, KAFKA_KINDS)])
+        faults = _by_time([*faults, *_draw_some(extra, plan, KAFKA_KINDS)])
         share = extra.choice((0.0, 0.3, 0.6))
         moved = [_moved_to_kafka(one) if extra.random() < share else one for one in requests]
         requests = tuple(sorted(moved, key=lambda one: one.at_ms))
     return msgspec.structs.replace(plan, requests=requests, faults=faults, depth=depth)
 
 
-def _draw_requests(random: Random, plan: Plan, kinds: Sequence[str]) -> tuple[PlannedRequest, ...]:
+def _draw_requests(random: Random, plan: Plan) -> tuple[PlannedRequest, ...]:
     count = random.choice((8, 40) if plan.speedup < 1 else (40, 80, 120))
     bursts = random.random() < 0.3
     times = sorted(random.randrange(SPAN_MS // 8 if bursts else SPAN_MS) for _ in range(count))
-    disconnects = random.choice((0.0, 0.1, 0.3)) if "disconnect" in kinds else 0.0
-    repeated = random.choice((0.0, 0.1, 0.3)) if "repeated_id" in kinds else 0.0
+    disconnects, repeated = random.choice((0.0, 0.1, 0.3)), random.choice((0.0, 0.1, 0.3))
     requests: list[PlannedRequest] = []
     for number, at_ms in enumerate(times):
         earlier = random.choice(requests) if requests else None
@@ -180,18 +178,18 @@ def _draw_requests(random: Random, plan: Plan, kinds: Sequence[str]) -> tuple[Pl
     return tuple(requests)
 
 
-def _draw_faults(random: Random, plan: Plan, kinds: Sequence[str]) -> tuple[Fault, ...]:
+def _draw_faults(random: Random, plan: Plan) -> tuple[Fault, ...]:
     faults = []
     calm = random.random() < 0.1  # some simulations have few faults, so that requests meet them alone
     for kind in (*PROCESS_KINDS, *SYSTEM_KINDS):
-        enabled = kind in kinds and random.random() < (0.15 if calm else 0.55)
+        enabled = random.random() < (0.15 if calm else 0.55)
         count = random.choice((1, 2, 2, 3, 4)) if enabled else 0
         faults += [_draw_fault(random, plan, kind) for _ in range(count)]
     return _by_time(faults)
 
 
-def _draw_some(random: Random, plan: Plan, kinds: Sequence[str], some: Sequence[str]) -> list[Fault]:
-    counts = {kind: random.choice((0, 1, 2, 4)) for kind in some if kind in kinds}
+def _draw_some(random: Random, plan: Plan, kinds: Sequence[str]) -> list[Fault]:
+    counts = {kind: random.choice((0, 1, 2, 4)) for kind in kinds}
     return [_draw_fault(random, plan, kind) for kind, count in counts.items() for _ in range(count)]
 
 
@@ -211,8 +209,8 @@ def _draw_upgrades(random: Random, plan: Plan) -> list[Fault]:
     return [Fault(at, "upgrade", name, random.choice(down_ms)) for at, name in zip(times, targets, strict=True)]
 
 
-def _draw_journal_faults(random: Random, kinds: Sequence[str]) -> list[Fault]:
-    counts = {kind: random.choice((0, 0, 1, 3, 6)) for kind in JOURNAL_KINDS if kind in kinds}
+def _draw_journal_faults(random: Random) -> list[Fault]:
+    counts = {kind: random.choice((0, 0, 1, 3, 6)) for kind in JOURNAL_KINDS}
     return [
         Fault(random.randrange(FIRST_MS, SPAN_MS), kind, amount=random.choice((1, 1, 2, 5, 20, 1_000)))
         for kind, count in counts.items()

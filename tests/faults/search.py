@@ -43,9 +43,7 @@ class Tally:
         self.fired += result.fired
 
 
-def results_of(
-    seeds: Iterable[int], kinds: tuple[str, ...], depth: Depth | None, jobs: int, seconds: float
-) -> Iterator[Result]:
+def results_of(seeds: Iterable[int], depth: Depth | None, jobs: int, seconds: float) -> Iterator[Result]:
     """Yield the results of seeds, in their order, until the time is over. A note on each error names its seeds.
 
     Args:
@@ -59,16 +57,16 @@ def results_of(
             if not some:
                 return
             try:
-                yield from pool.map(simulate_seed, some, [kinds] * len(some), [depth] * len(some))
+                yield from pool.map(simulate_seed, some, [depth] * len(some))
             except Exception as error:
                 error.add_note(f"fuzz: this happened in one of the seeds {some}")
                 raise
 
 
-def simulate_seed(seed: int, kinds: tuple[str, ...], depth: Depth | None) -> Result:
+def simulate_seed(seed: int, depth: Depth | None) -> Result:
     """Return the result of a seed. A note on an error names the seed."""
     try:
-        result = simulate(draw_plan(seed, kinds, depth or depth_of(seed)))
+        result = simulate(draw_plan(seed, depth or depth_of(seed)))
     except BaseException as error:
         error.add_note(f"fuzz: this happened in seed {seed}")
         raise

@@ -126,7 +126,7 @@ def test_a_crash_outside_of_the_simulation_names_its_seed(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("tests.faults.search.draw_plan", draw)
     with pytest.raises(KeyError) as caught:
-        simulate_seed(4, (), "log")
+        simulate_seed(4, "log")
     assert caught.value.__notes__ == ["fuzz: this happened in seed 4"]
 
 
