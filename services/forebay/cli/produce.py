@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import itertools
+import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 import click
 import msgspec
@@ -72,10 +74,8 @@ class ProduceRun:
 def run_produce(options: ProduceCommand) -> None:
     run, wait_s = ProduceRun(), options.timeout_s if options.wait else None
     try:
-        with click.open_file(str(options.file), "rb") as file:  # read before the event loop runs, because a pipe waits
-            lines = [(number, text) for number, line in enumerate(file, 1) if (text := line.strip())]
-        with explained():
-            asyncio.run(_produce(lines, options.kafka.settings(), run, wait_s))
+        with explained(), click.open_file(str(options.file), "rb") as file:
+            asyncio.run(_produce(file, options.kafka.settings(), run, wait_s))
     except OSError as error:
         fail(f"{options.file}: {error.strerror}")
     finally:  # also if Kafka fails or the command is interrupted
@@ -87,43 +87,47 @@ def run_produce(options: ProduceCommand) -> None:
         raise click.exceptions.Exit(1)
 
 
-async def _produce(
-    lines: Sequence[tuple[int, bytes]], settings: KafkaSettings, run: ProduceRun, wait_s: float | None
-) -> None:
-    """Send numbered lines. If `wait_s` is not None, wait that many seconds after the last line for the responses."""
+async def _produce(file: IO[bytes], settings: KafkaSettings, run: ProduceRun, wait_s: float | None) -> None:
+    """Send every line. If `wait_s` is not None, wait that many seconds after the last line for the responses."""
     await count_topics(settings)
     partitions = await partitions_of(settings)
     async with kafka_log(settings) as log:
-        wake = asyncio.Event()
+        is_sent, wake = asyncio.Event(), asyncio.Event()
         numbers = range(0 if wait_s is None else partitions[OPENAI_RESPONSES.name])
         places = [(OPENAI_RESPONSES.name, number) for number in numbers]
         tails = [log.tail(*place, await log.end(*place), wake) for place in places]
-        for number, line in lines:
-            await _send(number, line, log, partitions[OPENAI_REQUESTS.name], run)
-        await log.flush()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s or 0.0):
-                await _collect(tails, wake, run)
+        collecting = asyncio.create_task(_collect(tails, wake, run, is_sent))
+        try:
+            await _send(file, log, partitions[OPENAI_REQUESTS.name], run)
+            is_sent.set()
+            wake.set()
+            await asyncio.wait([collecting], timeout=wait_s or 0.0)
+            if collecting.done():
+                collecting.result()
+        finally:
+            collecting.cancel()
 
 
-async def _send(number: int, line: bytes, log: KafkaLog, partitions: int, run: ProduceRun) -> None:
-    """Append the request of a line. Raises LogError if Kafka rejects an earlier one."""
-    request_id, path, body = run.encode_request(number, line)
-    key = request_id.encode()
-    headers = {"request-id": request_id, "path": path}
-    draft = Draft(OPENAI_REQUESTS.name, xxh3_64_intdigest(key) % partitions, body, key, headers)
-    try:
-        log.append_soon([draft])
-    except LogFull:
-        await log.flush()
-        log.append_soon([draft])
-    except ValueError as error:  # it is too large
-        fail(f"line {number}: {error}")
+async def _send(file: IO[bytes], log: KafkaLog, partitions: int, run: ProduceRun) -> None:
+    """Append a request per line. Raises LogError if Kafka rejects one."""
+    async for number, line in _lines(file):
+        request_id, path, body = run.encode_request(number, line)
+        key = request_id.encode()
+        headers = {"request-id": request_id, "path": path}
+        draft = Draft(OPENAI_REQUESTS.name, xxh3_64_intdigest(key) % partitions, body, key, headers)
+        try:
+            log.append_soon([draft])
+        except LogFull:
+            await log.flush()
+            log.append_soon([draft])
+        except ValueError as error:  # it is too large
+            fail(f"line {number}: {error}")
+    await log.flush()
 
 
-async def _collect(tails: Sequence[Tail], wake: asyncio.Event, run: ProduceRun) -> None:
-    """Print responses as they complete, until the last one."""
-    while run.waiting:
+async def _collect(tails: Sequence[Tail], wake: asyncio.Event, run: ProduceRun, is_sent: asyncio.Event) -> None:
+    """Print complete responses, until the last one after the last request was sent."""
+    while run.waiting or not is_sent.is_set():
         await wake.wait()
         wake.clear()
         for tail in tails:
@@ -131,3 +135,20 @@ async def _collect(tails: Sequence[Tail], wake: asyncio.Event, run: ProduceRun) 
                 for record in records:
                     if answer := run.add_record(dict(record.headers or {}), record.value):
                         click.echo(msgspec.json.encode(answer))
+
+
+async def _lines(file: IO[bytes]) -> AsyncIterator[tuple[int, bytes]]:
+    """Yield numbered lines that are not blank. Neither the event loop nor Ctrl-C waits for the next line of a pipe."""
+    loop = asyncio.get_running_loop()
+    lines: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue(1)
+
+    def read() -> None:
+        # Not `sys.stdin.buffer`: Python would wait for its lock at exit.
+        with contextlib.suppress(RuntimeError), open(file.fileno(), "rb", closefd=False) as source:  # the loop ended
+            for numbered in itertools.chain(enumerate(source, 1), [None]):
+                asyncio.run_coroutine_threadsafe(lines.put(numbered), loop).result()
+
+    threading.Thread(target=read, name="lines", daemon=True).start()
+    while (numbered := await lines.get()) is not None:
+        if numbered[1].strip():
+            yield numbered[0], numbered[1].strip()
