@@ -324,6 +324,15 @@ def test_a_request_no_suspect_worker_could_take_is_rejected_at_once(reason: str)
     assert rejected.reason == "no_workers"
 
 
+def test_a_draining_worker_finishes_its_requests() -> None:
+    drive = Driver().fleet("a")
+    (routed,) = drive("requests", request("r", PROMPTS[0]))
+    assert drive.fact(WorkerDraining, "a") == []
+    assert drive.world.requests.active()[0].on_worker
+    drive.finish(routed)
+    assert not len(drive.world.requests)
+
+
 def test_stranded_requests_move_in_the_order_of_submission_when_a_worker_recovers() -> None:
     drive = Driver().fleet("a", "b")
     drive.fact(WorkerSuspect, "b")

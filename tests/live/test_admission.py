@@ -173,6 +173,13 @@ async def test_a_new_owner_after_a_flush_suspects_but_does_not_lose_returning_wo
     assert second.kinds(2) == [WorkerSuspect] * 2 + [WorkerRecovered] * 2
 
 
+async def test_a_clock_jump_that_expires_a_lease_does_not_lose_its_worker(polled: PolledAdmission) -> None:
+    await polled.poll(lease())
+    for jumped in (lease(left_ms=-3_600_000), lease(renewed=1)):
+        assert await polled.poll(jumped, observed_ms=500) == []
+    assert polled.kinds() == [WorkerJoined]
+
+
 async def test_a_worker_that_no_longer_fits_its_pool_is_lost_and_rejected_by_name(
     polled: PolledAdmission, caplog: pytest.LogCaptureFixture
 ) -> None:

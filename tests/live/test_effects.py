@@ -36,7 +36,7 @@ from forebay.events.kv import BlocksStored, CacheCleared, StoreBlocksAdded, Stor
 from forebay.events.progress import CommandDone, CommandRefused
 from forebay.events.requests import RoutingHints
 from forebay.events.tokens import CommandResponse, RouteResponse
-from forebay.events.topics import CONTROL, DECISIONS, FLEET, KV_EVENTS, PROGRESS, TOKENS, work_topic
+from forebay.events.topics import CONTROL, DEAD_LETTERS, DECISIONS, FLEET, KV_EVENTS, PROGRESS, TOKENS, work_topic
 from forebay.events.work import ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
 from forebay.ingress.metrics import IngressMetrics
 from forebay.live.owner.effects import ABORTED, REJECTED, encode_effects
@@ -445,6 +445,21 @@ async def test_command_outcomes_are_counted(system: EffectsSystem) -> None:
     assert metrics["forebay_owner_commands_total", "unknown_worker"] == 1
     assert metrics["forebay_owner_commands_in_flight",] == 1
     assert not [name for name in metrics if name[-1].startswith("command_")]
+
+
+async def test_an_unknown_command_is_a_dead_letter(log: SqliteLog, system: EffectsSystem) -> None:
+    event = WorkerCommanded(
+        command_id="c", model=MODEL, command=Command(action="sleep"), reply_slot=SLOT, timeout_us=1_000_000
+    )
+    value = encode(CONTROL, event).replace(b'"sleep"', b'"dream"')
+    async with system.owned() as owner:
+        log.append_soon([Draft(CONTROL.name, 0, value)])
+        await until(lambda: log.records(DEAD_LETTERS.name, 0, 0, 10))
+        assert owner.dead_letters == 1
+    (letter,) = log.records(DEAD_LETTERS.name, 0, 0, 10)
+    assert letter.value == value
+    assert "dream" in (letter.headers or {})["reason"]
+    assert system.decisions(CommandSent) == []
 
 
 async def test_an_engine_refusal_does_not_stop_other_commands(system: EffectsSystem) -> None:

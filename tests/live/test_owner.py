@@ -16,7 +16,7 @@ from forebay.engine_model.model import EngineConfig
 from forebay.engine_model.sequence import generate_tokens
 from forebay.events.base import pack_u32, unpack_u32
 from forebay.events.control import Command, PoolConfigured, RouterConfig
-from forebay.events.decisions import RequestAborted, RequestRouted
+from forebay.events.decisions import RequestAborted, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSpec
 from forebay.events.progress import RequestFinished
 from forebay.events.tokens import AttemptStarted, ResponseEnded, TokensEmitted
@@ -72,6 +72,18 @@ async def test_a_request_is_answered_and_its_prefix_is_found_by_the_next(log: Sq
         await until(lambda: not len(owner.world.requests))
 
 
+async def test_a_repeated_record_has_no_effect_and_a_reused_id_is_rejected(log: SqliteLog) -> None:
+    async with System(log).started(workers=1) as system, system.owned(fleet=1):
+        for _ in range(2):
+            system.send(submitted("a", PREFIX, nonce=1))
+        await until_ended(system, "a")
+        system.send(submitted("a", PREFIX, nonce=2))
+        await until(lambda: len(system.ends()["a"]) == 2)
+        assert len(system.decisions(RequestRouted)) == 1
+        (refused,) = system.decisions(RequestRejected)
+        assert refused.reason == "duplicate_id"
+
+
 async def test_a_work_item_belongs_to_the_accepted_submission(log: SqliteLog) -> None:
     async with System(log).started(workers=1) as system:
         await admit(system, 1)
@@ -81,6 +93,19 @@ async def test_a_work_item_belongs_to_the_accepted_submission(log: SqliteLog) ->
             await until(lambda: len(system.ends().get("a", ())) == 2)
         items = system.events(work_topic("default"), WorkItem)
         assert [unpack_u32(item.token_ids) for item in items] == [PREFIX]
+
+
+async def test_a_cancelled_request_stops_its_worker(log: SqliteLog) -> None:
+    async with System(log).started(workers=0) as system, system.owned() as owner:
+        await started_worker(system, owner, "slow", STUCK)
+        system.send(submitted("a", PREFIX, max_tokens=200))
+        await until(lambda: system.decisions(RequestRouted))
+        system.cancel("a")
+        await until_ended(system, "a")
+        (aborted,) = system.decisions(RequestAborted)
+        assert (aborted.reason, aborted.worker_id) == ("cancelled", "slow")
+        assert not len(owner.world.requests)
+        assert owner.world.load.rank_load("slow", 0).active_requests == 0
 
 
 async def test_a_record_that_does_not_decode_goes_to_dead_letters(log: SqliteLog) -> None:
