@@ -26,6 +26,7 @@ from forebay.events.progress import (
     RequestFinished,
     TransferFailed,
 )
+from forebay.events.requests import RoutingHints
 from forebay.events.topics import PROGRESS, TOKENS, work_topic
 from forebay.events.transfer import Prefilled
 from forebay.events.work import ReleaseKv, WorkCancelled, WorkItem
@@ -39,7 +40,7 @@ from forebay.workers.engines.mock.kv import KvSettings
 from forebay.workers.runtime.worker import Worker
 from tests.core.worlds import ENCODED, MEDIA
 from tests.live.shared import SteppedSystem, flush, proven, samples
-from tests.system import BLOCK, MODEL, SLOT, SPEEDUP, submitted, until
+from tests.system import BLOCK, MODEL, SLOT, SPEEDUP, submitted, until, until_ended
 
 ROLES = ("encode", "prefill", "decode")
 PROMPT = list(range(34))
@@ -239,6 +240,20 @@ async def test_disagg_work_moved_within_one_turn_is_sent_only_to_its_last_worker
     await system.owner.close()
 
 
+async def test_disagg_disaggregated_pools_replace_aggregated_ones_live(system: IdleWorkers) -> None:
+    system.join_pool("whole", "aggregated", pool="a-pool-whose-name-comes-first")
+    async with system.owned(pool=None, fleet=1) as owner:
+        system.leases.release("model", "whole", "whole-1")
+        await until(lambda: len(owner.world.fleet) == 0)
+        system.join_pool("p", "prefill")
+        system.join_pool("d", "decode")
+        await until(lambda: len(owner.world.fleet) == 2)
+        system.send(submitted("r", PROMPT))
+        await until(lambda: system.decisions(RequestRouted))
+    (routed,) = system.decisions(RequestRouted)
+    assert (routed.stage, routed.worker_id) == ("prefill", "p")
+
+
 # The owner releases kept KV that no worker will fetch, however the decode attempt ended
 
 SIZES: dict[str, Any] = {
@@ -386,6 +401,21 @@ async def test_disagg_releases_of_an_earlier_request_with_the_same_id_are_not_re
         async with system.replaced() as releases:
             assert [one.request_id for one in releases] == ["r"]
             assert system.engine.kv_stats().held_offers == 2, "both offers are still held"
+
+
+async def test_disagg_a_request_pinned_to_a_lost_decode_worker_ends_and_its_kv_is_released(
+    prefilling: PrefillingSystem,
+) -> None:
+    system = prefilling
+    async with system.serving(), system.owned(pool=None, fleet=3):
+        system.send(submitted("r", PROMPT, routing=RoutingHints(worker_id="d")))
+        system.leave((await system.decoding(1)).worker_id)
+        await system.freed(1)
+        await until_ended(system, "r")
+    (ended,) = system.ends()["r"]
+    assert ended.error is not None
+    assert (ended.error.status, ended.error.code) == (503, "pinned_worker_lost")
+    assert ended.error.message == "worker d was lost, and the request is pinned to it"
 
 
 # Metrics that split the time to first token into parts
