@@ -37,7 +37,8 @@ class OtherRules(SpanEnds):
     def __init__(self, offset: int, version: int, release: str = "") -> None:
         super().__init__(
             f"journal record {offset} was decided by {rules_text(version, release)}, this program has version "
-            f"{CORE_VERSION}: use the program that wrote it, and stop it as planned before you start this one"
+            f"{CORE_VERSION}: use the program that wrote it; a router of this version can continue once that owner has "
+            "stopped as planned"
         )
 
 
