@@ -7,7 +7,6 @@ NAMES = (
     "index",
     "decision",
     "snapshot",
-    "hop",
     "http",
     "owner",
     "kafka",

@@ -14,7 +14,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,20 +23,17 @@ from typing import Any
 from forebay.events.topics import TOKENS
 from forebay.transport.base import LogError
 from forebay.transport.kafka.log import KafkaLog
-from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan
-from tests.benchmarks import bench_hop, bench_http, hops
+from tests.benchmarks import bench_http, hops
 from tests.benchmarks.bench_http import (
     FAST,
     PEER_PORT,
-    STEADY,
     STEADY_CASES,
     STEADY_SPEED,
     WORKERS,
     Verified,
     dynamo,
     load,
-    medians,
     print_cases,
 )
 from tests.benchmarks.http_load import cpu_s, named_pids
@@ -49,8 +46,6 @@ ONE, MANY, LONG_ANSWERS = "short, 1 connection", "short, 64 connections", "short
 CASES = {name: bench_http.CASES[name] for name in (ONE, MANY, LONG_ANSWERS)}
 ALL_CASES = {**CASES, **STEADY_CASES}
 HOP_CASES = (ONE, MANY)
-FLOOR, LOG = "requests", "log"  # clients of the benchmark `hop`: bare requests, and `KafkaLog`
-HOPS_PER_REQUEST = 5  # the four passes through the log before the first token, and the owner's append to its journal
 IDLE_S = 20.0
 WARM_UP = 50  # unmeasured requests, as in the load client
 PLAN = TopicPlan(groups=1, slots=16, replies=1, kafka_api=1)
@@ -163,7 +158,6 @@ class Measured:
         theirs: Dynamo's runs, by case.
         idle: CPU time without requests, in percent of a core.
         idle_processes: number of processes in `idle`, by kind.
-        hop_ms: p50 of a record's way through the broker with one in flight, by client of the benchmark `hop`.
     """
 
     ours: dict[str, Run] = field(default_factory=lambda: {case: Run() for case in ALL_CASES})
@@ -171,7 +165,6 @@ class Measured:
     verified: Verified = field(default_factory=Verified)
     idle: list[float] = field(default_factory=list)
     idle_processes: dict[str, int] = field(default_factory=dict)
-    hop_ms: dict[str, list[float]] = field(default_factory=lambda: {client: [] for client in (FLOOR, LOG)})
 
     @property
     def sides(self) -> tuple[dict[str, Run], dict[str, Run]]:
@@ -184,9 +177,6 @@ async def compare(args: argparse.Namespace) -> None:
     found = Measured()
     for number in range(args.rounds):
         sys.stderr.write(f"round {number + 1} of {args.rounds}\n")
-        for client, measured in found.hop_ms.items():
-            hop_ms, _ = await bench_hop.measure(KafkaSettings(args.kafka, "bench"), bench_hop.CLIENTS[client], 1)
-            measured.append(hop_ms)
         for speedup, cases in ((FAST, CASES), (STEADY_SPEED, STEADY_CASES)):
             async with forebay(args, found.verified, speedup=speedup) as system:
                 if speedup == FAST:
@@ -201,7 +191,6 @@ async def compare(args: argparse.Namespace) -> None:
     print(f"\nidle: {statistics.median(found.idle):.1f} % of a core ({counts})")
     print_cpu(found.ours)
     print_hops(found.ours)
-    print_targets(found)
     print(f"\n{found.verified}")
     found.verified.check()
 
@@ -223,41 +212,6 @@ async def idle_share(pids: str) -> float:
     began_s, before = time.monotonic(), cpu_s(found)
     await asyncio.sleep(IDLE_S)
     return (cpu_s(found) - before) / (time.monotonic() - began_s) * 100
-
-
-def targets(found: Measured) -> Iterator[tuple[str, float, float, bool]]:
-    """Yield the name, the measured value and the limit of each target, and whether it was reached."""
-
-    def ratios(case: str) -> tuple[float, float]:
-        mine, peer = (medians(runs[case].results) for runs in found.sides)
-        return mine.cpu_us / peer.cpu_us, mine.requests_per_s / peer.requests_per_s
-
-    def at_most(name: str, value: float, limit: float) -> tuple[str, float, float, bool]:
-        return name, value, limit, value <= limit
-
-    def at_least(name: str, value: float, limit: float) -> tuple[str, float, float, bool]:
-        return name, value, limit, value >= limit
-
-    floor_ms, log_ms = (statistics.median(found.hop_ms[client]) for client in (FLOOR, LOG))
-    one, peer_one = (medians(runs[ONE].results) for runs in found.sides)
-    limit_ms = peer_one.ttft_p50_ms + HOPS_PER_REQUEST * floor_ms + 1.0
-    yield at_most(f"{ONE}: TTFT p50 ms, Dynamo's + {HOPS_PER_REQUEST} bare hops + 1", one.ttft_p50_ms, limit_ms)
-    yield at_most("a hop of KafkaLog: p50 ms, a bare hop + 0.2", log_ms, floor_ms + 0.2)
-    cpu, rate = ratios(MANY)
-    yield at_most(f"{MANY}: CPU per request, ratio to Dynamo's", cpu, 1.6)
-    yield at_least(f"{MANY}: requests/s, ratio to Dynamo's", rate, 0.6)
-    cpu, _ = ratios(STEADY)
-    mine, peer = (medians(runs[STEADY].results) for runs in found.sides)
-    yield at_most(f"{STEADY}: CPU per request, ratio to Dynamo's", cpu, 1.5)
-    yield at_most(f"{STEADY}: ITL p90 ms, Dynamo's + 3", mine.itl_p90_ms, peer.itl_p90_ms + 3.0)
-    yield at_least(f"{STEADY}: events per response", mine.events, 100.0)
-    yield at_most("idle: percent of a core", statistics.median(found.idle), 8.0)
-
-
-def print_targets(found: Measured) -> None:
-    print("\n| target | measured | limit | reached |\n|---|---:|---:|---|")
-    for name, value, limit, reached in targets(found):
-        print(f"| {name} | {value:.2f} | {limit:.2f} | {'yes' if reached else 'no'} |")
 
 
 def print_cpu(runs: dict[str, Run]) -> None:
