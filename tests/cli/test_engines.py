@@ -155,7 +155,8 @@ def test_inconsistent_sizes_and_a_missing_package_are_rejected(monkeypatch: pyte
         ({"fails": "run"}, "the engine died"),
         (
             {"block_sizes": [16, 32]},
-            "the workers have KV blocks of 16 and 32 tokens, but pools of a model share one size; use one --block-size",
+            "the workers have KV blocks of 16 and 32 tokens, but all pools of a model need the same block size; "
+            "give one --block-size",
         ),
     ],
 )

@@ -124,7 +124,7 @@ def test_kv_events_are_those_of_the_server_in_the_same_place() -> None:
             {"upstream": [URL], "upstream_kv_events": ["host:1"]},
             "--upstream-kv-events host:1: expected tcp://host:port",
         ),
-        ({"upstream": [URL], "upstream_kv_events": ["tcp://h:1,"]}, "expected tcp://host:port, or two of them"),
+        ({"upstream": [URL], "upstream_kv_events": ["tcp://h:1,"]}, "expected tcp://host:port of the KV events, or"),
     ],
 )
 def test_invalid_options_are_rejected(options: dict[str, Any], message: str) -> None:

@@ -201,7 +201,7 @@ async def test_the_command_names_the_version_of_another_part(tmp_path: Path) -> 
     code, shown, error = await forebay("replay", "diff", tmp_path / "log.db", "--policy", "random")
     assert (code, shown, error.count("\n")) == (3, "", 1)
     assert DECIDED_BY in error
-    assert "or compare a part with --from and --to" in error
+    assert "To compare only a part of the log, give --from and --to" in error
 
 
 # Explanations

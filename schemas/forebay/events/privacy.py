@@ -61,10 +61,12 @@ QUEUE_CLASS = _meta("class")
 
 @lru_cache(maxsize=256)
 def privacy_rules(kind: type[msgspec.Struct]) -> Mapping[str, Rule]:
-    """Return how to anonymise each field of an event or part, by field name. Fields that stay unchanged have no entry.
+    """Return how to anonymise each field of an event, or of a struct in an event, by field name.
+
+    Fields that stay unchanged have no entry.
 
     Raises:
-        TypeError: a field has no rule but needs one, because its type is no number, boolean, literal or part.
+        TypeError: a field has no rule but needs one, because its type is no number, boolean, literal or struct.
     """
     rules: dict[str, Rule] = {}
     hints = typing.get_type_hints(kind, include_extras=True)

@@ -62,7 +62,10 @@ async def open_model(store: ModelStore, digest: str, folder: Path) -> Model:
     """
     files = await store.load(digest)
     if unknown := sorted(files.keys() - set(TOKENIZER_FILES)):
-        raise ModelUnusable(f"the model card {digest} has unknown files: {', '.join(map(printable, unknown))}")
+        raise ModelUnusable(
+            f"the model card {digest} has unknown files: {', '.join(map(printable, unknown))}; "
+            "serve it with the version of forebay that stored it"
+        )
 
     def opened() -> Model:
         directory = None

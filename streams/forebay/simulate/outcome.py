@@ -311,7 +311,7 @@ def _by_tier(outcome: SimulationOutcome, traffic: TierTraffic) -> dict[str, Any]
 
 
 def _transfers(outcome: SimulationOutcome) -> dict[str, Any]:
-    """Return the metrics of the completed requests whose prompt was computed by a prefill worker."""
+    """Return the metrics of KV transfers, over all completed requests whose prompt a prefill worker computed."""
     column, failures = outcome.requests.column, outcome.requests.failures
     prefill_ms, transfer_ms = array("d"), array("d")
     moved = 0

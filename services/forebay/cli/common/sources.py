@@ -52,7 +52,7 @@ def without_passwords(text: str) -> str:
 
 
 def masked(name: str, value: Any) -> Any:
-    """Return a value for JSON, without secrets: values of secret options, and passwords in URLs."""
+    """Return the value of the option `name` for JSON. Values of secret options and passwords in URLs are masked."""
     if isinstance(value, list | tuple):
         return [masked(name, one) for one in value]
     if value is None or isinstance(value, bool | int | float):

@@ -231,8 +231,8 @@ class EmbeddedGroup:
         if len(sizes) > 1:
             found = " and ".join(map(str, sizes))
             raise Unusable(
-                f"the workers have KV blocks of {found} tokens, but pools of a model share one size; use one"
-                " --block-size"
+                f"the workers have KV blocks of {found} tokens, but all pools of a model need the same"
+                " block size; give one --block-size"
             )
         return sizes[0]
 

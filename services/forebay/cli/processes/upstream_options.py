@@ -113,5 +113,8 @@ def _sockets(text: str) -> tuple[str, str]:
     events, comma, replay = text.partition(",")
     for address in (events, replay) if comma else (events,):
         if not address.startswith(("tcp://", "ipc://")):
-            raise Unusable(f"--upstream-kv-events {text}: expected tcp://host:port, or two of them with a comma")
+            raise Unusable(
+                f"--upstream-kv-events {text}: expected tcp://host:port of the KV events, or that and"
+                " after a comma tcp://host:port of their replay"
+            )
     return events, replay

@@ -64,7 +64,7 @@ async def _diff(
             span = await span_of(log, partition, *await _window_us(log, partition, *window), custom)
             return await compared(other, log, partition, span, on_progress)
         except SpanEnds as error:
-            raise NotDerivable(f"{error}; or compare a part with --from and --to") from error
+            raise NotDerivable(f"{error}. To compare only a part of the log, give --from and --to") from error
 
 
 async def _window_us(log: Log, partition: int, start: str, end: str) -> tuple[int | None, int | None]:

@@ -62,7 +62,7 @@ class RankBuffer:
         self.idle()
 
     def idle(self) -> None:
-        """Set the load to idle, because the engine would report it only with its next step."""
+        """Set the load to idle. An engine reports its load with each step, and an idle engine makes no step."""
         self.load = self._idle
 
     def report(self, running: int, waiting: int, usage: float) -> None:

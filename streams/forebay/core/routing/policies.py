@@ -24,10 +24,10 @@ __all__ = [
 
 
 class Kv:
-    """Selects the lowest cost at temperature 0, and draws a candidate at random, weighted by cost, above 0.
+    """At temperature 0, selects the lowest cost. Above 0, draws a candidate, and lower costs are more likely.
 
     A tie for the lowest cost goes to the rank that has computed the fewest tokens so far. Idle ranks have equal costs,
-    so without this rule the seed alone would decide between them.
+    so without this rule only the random seed would decide between them.
     """
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:

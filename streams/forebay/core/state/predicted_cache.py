@@ -158,7 +158,7 @@ class RoutedIndex:
         return (self._sum + self._pairs) & U64_MASK
 
     def snapshot(self, predicted: bool) -> Iterator[RoutedBlocks]:
-        """Yield all blocks, earliest due time first. The caller must not change the index meanwhile."""
+        """Yield all blocks, the first to expire first. The caller must not change the index while it iterates."""
         for due_us, _, batch in sorted(self._heap):
             if batch.holder.bit:
                 worker_id, rank = batch.holder.key

@@ -88,7 +88,7 @@ class GroupMember:
             self._writer.hurry()
 
     def stop(self) -> None:
-        """End `run`. An owner seals its journal first."""
+        """End `run`. If this router is the owner, it first seals its journal."""
         self._stopped.set()
         self._heartbeats.changed.set()
 

@@ -60,7 +60,7 @@ class CatalogObserver:
         """Write all changes since the last call, in the transaction that the caller commits with its position."""
 
     def remove_before(self, connection: sqlite3.Connection, offset: int, now_us: int) -> None:
-        """Remove rows about journal records before `offset` and times before `now_us` on the owner's clock.
+        """Remove rows about journal records before `offset`, and rows about times before `now_us` on the owner's clock.
 
-        The catalog has reached its maximum size. Rows about requests that have not ended stay.
+        Called when the catalog has reached its maximum size. Rows about requests that have not ended stay.
         """

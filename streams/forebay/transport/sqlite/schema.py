@@ -259,7 +259,9 @@ class WriterLock:
             self._descriptor = os.open(beside, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             reason = error.strerror
-            raise LogUnusable(f"{beside}: cannot be written ({reason}); choose another path") from error
+            raise LogUnusable(
+                f"{beside}: cannot be written ({reason}); move the log into a folder that can be written"
+            ) from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

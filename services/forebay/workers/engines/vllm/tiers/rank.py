@@ -48,7 +48,7 @@ MIXED_SHARE = 8  # the duration of a step is that of its prefill if other tokens
 
 
 class TierReport(msgspec.Struct, frozen=True):
-    """Report of the tiers of one rank. `onboarded` is since the previous report, by id of the request on the log."""
+    """Report of the KV tiers of one rank: tokens loaded since the previous report, by request id on the log."""
 
     onboarded: dict[str, tuple[OnboardedTokens, ...]]
     costs: TierCosts
