@@ -10,9 +10,6 @@ const formats = {
   ms: duration,
   share: (value) => `${count.format(Number((100 * value).toFixed(1)))}%`,
 };
-let begin = async () => {
-  await drawAll();
-};
 
 function duration(ms) {
   const digits = (value, unit) => `${Number(value.toPrecision(3))} ${unit}`;

@@ -53,8 +53,8 @@ function showLimits(limits) {
   update();
 }
 
-begin = async (data) => {
+async function begin(data) {
   showRuns();
   showLimits(data.limits);
   await drawAll();
-};
+}

@@ -4,7 +4,6 @@ import { h } from "../dom.js";
 import { counted } from "../format.js";
 
 /**
- * FormSource
  * ActionForm
  * - read: returns the body of the request, or what is wrong
  * ActionKind
