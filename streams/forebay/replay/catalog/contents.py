@@ -99,7 +99,9 @@ class ContentsObserver(CatalogObserver):
     def resume(self, world: World) -> None:
         self._now_us = max(self._now_us, world.now_us)
         for name in [name for name in self._active if world.requests.get(name) is None]:
-            self._forgotten.append(self._active.pop(name).number)  # its end is unknown
+            number = self._active.pop(name).number
+            self._forgotten.append(number)  # its end is unknown
+            self._changed.pop(number, None)
         self._follow_active(world)
         self._markers.resume(world)
 
@@ -155,10 +157,11 @@ class ContentsObserver(CatalogObserver):
                         self._show(request).wait(at_us)
 
     def write(self, connection: sqlite3.Connection) -> None:
-        _insert(connection, "requests", (one.row() for one in self._changed.values()))
-        self._changed.clear()
+        # A forgotten request may be submitted again with the same number.
         connection.executemany("DELETE FROM requests WHERE number = ?", [(number,) for number in self._forgotten])
         self._forgotten.clear()
+        _insert(connection, "requests", (one.row() for one in self._changed.values()))
+        self._changed.clear()
         if self._is_unrecorded_changed:
             connection.execute("DELETE FROM unrecorded_requests")
             _insert(connection, "unrecorded_requests", (one.row() for one in self._unrecorded.values()))
