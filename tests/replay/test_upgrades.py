@@ -20,7 +20,7 @@ from forebay.events.control import PoolConfigured
 from forebay.events.decisions import OwnerClaimed, RequestRouted, Sealed
 from forebay.events.topics import DECISIONS
 from forebay.replay.at import seek, seek_record, seek_time
-from forebay.replay.catalog import checkpoints
+from forebay.replay.catalog import checkpoints, follow
 from forebay.replay.catalog.contents import SCHEMAS, new_observers
 from forebay.replay.catalog.facts import Marker, RequestRow
 from forebay.replay.catalog.follow import Follower
@@ -32,7 +32,7 @@ from forebay.replay.catalog.store import Store
 from forebay.replay.diff.diff import diff, span_of
 from forebay.replay.explain.explain import explain
 from forebay.replay.status import GroupStatus
-from forebay.transport.base import Draft, Log, NotDerivable
+from forebay.transport.base import Draft, Log, LogError, NotDerivable, Record
 from forebay.transport.history.reader import OtherRules, SpanEnds, journal_records
 from forebay.transport.history.snapshots import load_sealed
 from forebay.transport.sqlite.log import SqliteLog
@@ -215,12 +215,14 @@ async def test_a_request_after_the_seal_is_derived(log: SqliteLog) -> None:
 
 
 async def test_a_request_that_an_owner_continues_is_explained_from_there(
-    log: SqliteLog, monkeypatch: pytest.MonkeyPatch
+    log: SqliteLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first owner routes to a worker that never responds. The second owner loses that worker, and routes again."""
     first, second = (Program(monkeypatch, version) for version in (OTHER, CORE_VERSION))
     async with System(log).started(workers=0) as system:
         system.start_worker("w0", speedup=1e-6)
+        async with second.owning(system, seals=True):
+            pass
         async with first.owning(system, seals=True):
             system.send(submitted("a", PREFIX))
             await until(lambda: system.decisions(RequestRouted))
@@ -230,6 +232,10 @@ async def test_a_request_that_an_owner_continues_is_explained_from_there(
             await until_ended(system, "a")
         found = await explain(log, 0, "a")
         offsets = [offset for offset, one in enumerate(system.decisions()) if isinstance(one, RequestRouted)]
+        async with followed(log, tmp_path / "catalog") as follower:
+            early = await checkpoints.take((await seek(log, 0, 0)).world, 1, {})
+            checkpoints.write(follower.store.connection, early)
+            assert await catalog_explanation(log, 0, follower.store, "a") == found
     assert (words(found)[0], found.state) == ("taken_up", "finished")
     assert [one.offset for one in found.routings] == offsets[1:]
 
@@ -346,6 +352,38 @@ async def test_a_catalog_that_is_interrupted_anywhere_has_the_same_rows(
         assert follower.error == ""
 
 
+async def test_a_console_reads_each_record_of_other_rules_once(
+    log: SqliteLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = await upgraded(log, "oxox")
+    for name in ("BREATHE_S", "PAUSE_S"):
+        monkeypatch.setattr(follow, name, 0)
+    view, read = LogView(log, 0), list[int]()
+    pauses: list[tuple[int, bool]] = []
+    async with followed(view, tmp_path / "catalog") as follower:
+
+        async def pause() -> None:
+            pauses.append((follower.position, follower.state.behind_s < 60))
+
+        follower.on_pause, view.journal_end = pause, made.end - 1
+        await follower.catch_up()
+        assert pauses.count((made.claims[1] + 1, True)) > 1
+        assert {is_near for _, is_near in pauses} == {True}
+        assert follower.is_blocked
+        view.journal_end, view.is_away = made.end, True
+        await follower.catch_up()
+        assert (follower.error, follower.is_blocked) == ("the broker is away", False)
+        view.is_away, read_log = False, log.read
+
+        async def reading(topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+            read.append(offset)
+            return await read_log(topic, partition, offset, limit)
+
+        monkeypatch.setattr(log, "read", reading)
+        await follower.catch_up()
+        assert (RULES in follower.error, follower.is_blocked, read) == (True, True, [made.end - 1])
+
+
 async def test_a_running_console_continues_after_a_rollback(
     log: SqliteLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,10 +428,16 @@ async def test_a_request_that_ended_in_another_part_is_not_listed(
                 await until_ended(system, "a")
             await ours.serve(system, "b", seals=True)
             await follower.catch_up()
-            assert [(one.request_id, one.state) for one in rows(follower)] == [("b", "finished")]
+            async with followed(log, tmp_path / "another") as at_once:
+                for one in (follower, at_once):
+                    assert [(row.request_id, row.state) for row in rows(one)] == [("b", "finished")]
 
 
 # Logs on which an operator let an owner continue from an earlier snapshot, so that later records were given up
+
+
+async def fail(*arguments: object) -> None:
+    raise LogError("the broker is away")
 
 
 @pytest.mark.parametrize("lost_rules", [OTHER, CORE_VERSION])
@@ -411,12 +455,21 @@ async def test_what_follows_given_up_records_is_derived(
             await system.serve("c", PREFIX)
     position, last = await seek(log, 0, claim + 1), await seek(log, 0)
     assert position.start == claim
-    async with followed(log, tmp_path / "catalog") as follower:
-        assert follower.error == ""
-        found = await catalog_position(log, 0, follower.store, offset=claim + 1)
-        assert found.world.digest() == position.world.digest()
-        assert follower.walk is not None
-        assert follower.walk.world.digest() == last.world.digest()
+    view = LogView(log, claim)
+    async with followed(view, tmp_path / "interrupted") as follower:
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints, "take", fail)  # so that the next commit has "b" as forgotten and as submitted
+            view.journal_end = None
+            await follower.catch_up()
+        await follower.catch_up()
+        assert {("b", "prefill"), ("c", "finished")} <= {(one.request_id, one.state) for one in rows(follower)}
+    for _ in range(2):  # the second follower begins at the checkpoint
+        async with followed(log, tmp_path / "catalog") as follower:
+            assert follower.error == ""
+            found = await catalog_position(log, 0, follower.store, offset=claim + 1)
+            assert found.world.digest() == position.world.digest()
+            assert follower.walk is not None
+            assert follower.walk.world.digest() == last.world.digest()
     explained = await explain(log, 0, "c")
     assert explained.derived_from >= claim
     with pytest.raises(SpanEnds):

@@ -4,6 +4,7 @@ A span begins at the beginning of the log, or at a claim whose owner continued f
 other decision rules had stopped as planned, or because an operator accepted a loss.
 """
 
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 import msgspec
@@ -14,8 +15,8 @@ from forebay.events.decisions import OwnerClaimed
 from forebay.events.topics import DECISIONS
 from forebay.replay.walk import Start, Walk, oldest
 from forebay.transport.base import Log
-from forebay.transport.history.claims import valid_claims, validity_at
-from forebay.transport.history.reader import Validity, journal
+from forebay.transport.history.claims import read_claim, valid_claims, validity_at
+from forebay.transport.history.reader import OtherRules, Validity, journal, journal_records
 from forebay.transport.history.snapshots import (
     claim_at,
     load_continued,
@@ -87,15 +88,38 @@ async def valid_offsets(log: Log, partition: int, start: int, end: int) -> set[i
     return {offset async for offset, _ in journal(log, partition, first, end, validity) if offset >= start}
 
 
-async def next_own_span(log: Log, partition: int, walk: Walk, custom: CustomPolicies = ONLY_BUILT_IN) -> Start | None:
-    """Return the state from which an owner with this program's rules continued after a walk that raised OtherRules.
+class OwnSpanSearch:
+    """Search for the next owner with this program's rules, after a walk that raised `error`. Each record is read once.
 
-    Returns None if there is no such owner up to `walk.end`. Raises LogError if the state is lost.
+    Attributes:
+        blocked: journal offset of the first record that the walk could not derive.
+        position: journal offset of the next record that the search reads.
     """
-    async for valid in valid_claims(log, partition, walk.position, walk.end, walk.world, walk.validity.rules):
-        if valid.begins_span and valid.claim.core_version == CORE_VERSION:
-            return Start(await load_continued(log, partition, valid.claim, custom), valid.offset, begins_span=True)
-    return None
+
+    def __init__(self, walk: Walk, error: OtherRules) -> None:
+        self.error = error
+        self.blocked = self.position = walk.position
+        self._walk = walk
+        self._validity: Validity | None = None
+
+    async def next_start(
+        self, log: Log, partition: int, end: int, custom: CustomPolicies, breathe: Callable[[], Awaitable[None]]
+    ) -> Start | None:
+        """Return the state from which such an owner continued, or None if there is no such owner before offset `end`.
+
+        `breathe` is called after each record. Raises LogError if the state is lost. The search may be continued then.
+        """
+        if self._validity is None:
+            world, rules = self._walk.world, self._walk.validity.rules
+            self._validity = await validity_at(log, partition, self.position, world, rules)
+        async for record in journal_records(log, partition, self.position, end):
+            self.position = record.offset
+            claim = read_claim(self._validity, record)
+            if claim is not None and claim.core_version == CORE_VERSION:
+                return Start(await load_continued(log, partition, claim, custom), record.offset, begins_span=True)
+            self.position += 1
+            await breathe()
+        return None
 
 
 async def oldest_of_any_rules(log: Log, partition: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Start:

@@ -39,7 +39,7 @@ CREATE TABLE checkpoints (
 CREATE INDEX checkpoints_by_time ON checkpoints (now_us);
 CREATE TABLE checkpoint_parts (offset INTEGER NOT NULL, number INTEGER NOT NULL, checksum INTEGER, value BLOB NOT NULL);
 CREATE UNIQUE INDEX checkpoint_parts_by_offset ON checkpoint_parts (offset, number);
-CREATE TABLE spans (first INTEGER PRIMARY KEY);
+CREATE TABLE spans (first INTEGER PRIMARY KEY, blocked INTEGER NOT NULL);
 CREATE TABLE losses (id INTEGER PRIMARY KEY, journal_offset INTEGER NOT NULL, fact BLOB NOT NULL);
 """
 
@@ -150,7 +150,8 @@ def load(connection: sqlite3.Connection, offset: int, custom: CustomPolicies = O
         return None
     world = restore((chunk for _, value in parts for chunk in _DECODER.decode(value)), custom)
     unverified = msgspec.json.decode(found[0], type=dict[str, int])
-    return Start(world, offset, tuple(losses_before(connection, offset)), unverified)
+    lost, begins_span = tuple(losses_before(connection, offset)), span_of(connection, offset) == offset > 0
+    return Start(world, offset, lost, unverified, begins_span=begins_span)
 
 
 def newest_before(connection: sqlite3.Connection, offset: int) -> Iterator[Known]:
@@ -184,18 +185,26 @@ def by_time(connection: sqlite3.Connection, time_us: int) -> StateTime | None:
     return None if row is None else StateTime(*row)
 
 
-def begin_span(connection: sqlite3.Connection, offset: int) -> None:
+def begin_span(connection: sqlite3.Connection, blocked: int, offset: int) -> None:
     """Note that an owner continued from a snapshot, with its claim at `offset`.
 
-    No derivation may begin at a checkpoint before this offset and continue after it.
+    No derivation may begin at a checkpoint before this offset and continue after it. Records in [blocked, offset) are
+    those of owners with other decision rules.
     """
-    connection.execute("INSERT OR IGNORE INTO spans VALUES (?)", (offset,))
+    connection.execute("INSERT OR IGNORE INTO spans VALUES (?, ?)", (offset, blocked))
 
 
 def span_of(connection: sqlite3.Connection, offset: int) -> int:
     """Return where the span of the journal record at `offset` begins; 0 if no owner continued from a snapshot."""
     (first,) = connection.execute("SELECT coalesce(max(first), 0) FROM spans WHERE first <= ?", (offset,)).fetchone()
     return int(first)
+
+
+def is_of_other_rules(connection: sqlite3.Connection, offset: int) -> bool:
+    """Return whether the catalog skipped the journal record at `offset`, as one of an owner with other rules."""
+    query = "SELECT blocked FROM spans WHERE first > ? ORDER BY first LIMIT 1"
+    row = connection.execute(query, (offset,)).fetchone()
+    return row is not None and offset >= row[0]
 
 
 def add_loss(connection: sqlite3.Connection, journal_offset: int, loss: LossFacts) -> None:

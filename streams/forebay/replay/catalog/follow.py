@@ -30,7 +30,7 @@ from forebay.replay.catalog.observer import CatalogObserver
 from forebay.replay.catalog.seek import CatalogStates
 from forebay.replay.catalog.store import SIZE_MAX, CommittedPosition, Store, checksum_at, is_damage, unwritable
 from forebay.replay.moment import LossFacts, loss_of
-from forebay.replay.spans import next_own_span, oldest_of_any_rules
+from forebay.replay.spans import OwnSpanSearch, oldest_of_any_rules
 from forebay.replay.walk import Start, Step, Walk, continue_after
 from forebay.transport.base import Log, LogError, PolicyNotAllowed
 from forebay.transport.history.reader import PAGE_RECORDS, HistoryAbandoned, OtherRules, UnreadableDecision
@@ -89,7 +89,8 @@ class Follower:
         self._behind_s = 0.0
         self._is_complete = False
         self._losses: list[tuple[int, LossFacts]] = []
-        self._spans: list[int] = []  # journal offsets at which an owner continued from a snapshot
+        self._spans: list[tuple[int, int]] = []  # arguments of `checkpoints.begin_span`
+        self._search: OwnSpanSearch | None = None  # while the walk is at a record of other rules
         self._pending_offset = 0
         self._derived = checkpoints.DeriveTime()
         self._observers_s = 0.0
@@ -142,6 +143,7 @@ class Follower:
         logger.warning("%s: the catalog is damaged (%s); it is deleted and built anew", self.store.path, error)
         self.store.rebuild(self._partition)
         self.walk, self.observers, self._is_complete = None, (), False
+        self.error, self.is_blocked = "", False
 
     async def _catch_up_or_stop(self) -> None:
         try:
@@ -171,8 +173,8 @@ class Follower:
                 checkpoints.add_loss(connection, offset, loss)
             if checkpoint is not None:
                 checkpoints.write(connection, checkpoint)
-            for first in self._spans:
-                checkpoints.begin_span(connection, first)
+            for blocked, first in self._spans:
+                checkpoints.begin_span(connection, blocked, first)
             self.store.commit_position(committed)
         self._losses.clear()
         self._spans.clear()
@@ -185,9 +187,8 @@ class Follower:
         walk.end = self._log_end = await self._log.end(DECISIONS.name, self._partition)
         self._report()
         blocked = await self._follow_spans(walk)
-        self.is_blocked = blocked is not None
         if blocked is None:
-            self.error = ""
+            self.error, self.is_blocked = "", False
         else:
             self.note_error(blocked)
         self._is_complete = True
@@ -200,24 +201,27 @@ class Follower:
         """Derive the records up to `walk.end`. Return why this ended earlier, if no owner with own rules follows."""
         while True:
             try:
-                await self._derive(walk)
+                if self._search is None:
+                    await self._derive(walk)
+                    return None
             except HistoryAbandoned as ended:
                 start = await continue_after(self._log, self._partition, ended, self._custom)
+                walk = await self._continue(start, start.offset)
+                continue
             except OtherRules as other:
-                found = await next_own_span(self._log, self._partition, walk, self._custom)
-                if found is None:
-                    return other
-                start = found
-            else:
-                return None
-            walk = await self._continue(start)
+                self._search = OwnSpanSearch(walk, other)
+            search = self._search
+            found = await search.next_start(self._log, self._partition, walk.end, self._custom, self._breathe)
+            if found is None:
+                return search.error
+            walk = await self._continue(found, search.blocked)
 
-    async def _continue(self, start: Start) -> Walk:
-        """Continue with the records of an owner that continued from a snapshot."""
+    async def _continue(self, start: Start, blocked: int) -> Walk:
+        """Continue with an owner that continued from a snapshot. The records from `blocked` on were not derived."""
         walk = Walk(self._log, self._partition, start, self._log_end)
         for observer in self.observers:
             observer.resume(start.world)
-        self._spans.append(start.offset)
+        self._spans.append((blocked, start.offset))
         self._attach(walk)
         await self._take_checkpoint(walk)
         return walk
@@ -225,7 +229,7 @@ class Follower:
     def _attach(self, walk: Walk) -> None:
         walk.followed.on_applied = self._on_applied
         walk.world.on_loss = self._on_loss
-        self.walk = walk
+        self.walk, self._search = walk, None
 
     async def _derive(self, walk: Walk) -> None:
         steps = aiter(walk)
@@ -267,7 +271,8 @@ class Follower:
 
     def _report(self) -> None:
         if self._progress is not None and self.walk is not None:
-            self._progress(self.position - self._begin_offset, self._log_end - self._begin_offset)
+            position = self.position if self._search is None else self._search.position
+            self._progress(position - self._begin_offset, self._log_end - self._begin_offset)
 
     def _is_checkpoint_due(self, walk: Walk) -> bool:
         return walk.pending == 0 and self._derived.total_s >= self._spacing * max(checkpoints.DERIVE_S, self._restore_s)
@@ -285,6 +290,8 @@ class Follower:
     async def _measure_lag(self, walk: Walk) -> None:
         """Note how far the catalog lags behind the append times of journal records."""
         self._log_end = await self._log.end(DECISIONS.name, self._partition)
+        if not walk.at_us:  # it has derived no record yet
+            return
         for newest in await self._log.read(DECISIONS.name, self._partition, self._log_end - 1, 1):
             self._behind_s = max(0, newest.at_us - walk.at_us) / 1e6
 
@@ -414,7 +421,7 @@ class Follower:
         """Show an error of the log in `state`, until the next success."""
         if str(error) != self.error:
             logger.error("the catalog of partition %d stopped: %s", self._partition, error)
-        self.error = str(error)
+        self.error, self.is_blocked = str(error), isinstance(error, OtherRules)
 
 
 async def _readable_end(log: Log, partition: int, start: int) -> int:

@@ -24,8 +24,11 @@ class CatalogStates:
     async def before(self, offset: int) -> Start:
         """Return the newest checkpoint from which the journal record at `offset` can be derived.
 
-        If the catalog has none whose later events the log still holds, return a snapshot of the log.
+        If the catalog has none whose later events the log still holds, return a snapshot of the log. Raises OtherRules
+        if the owner of that record had other decision rules.
         """
+        if checkpoints.is_of_other_rules(self._connection, offset):
+            return await before(self._log, self._partition, offset, self._custom)
         begins, first = await begins_of(self._log, self._partition), checkpoints.span_of(self._connection, offset)
         for known in checkpoints.newest_before(self._connection, offset):
             if not known.is_usable(begins) or known.offset < first:
