@@ -142,6 +142,10 @@ async def _learn(
                 anonymizer.learn_pool(event)
         if progress is not None and step.offset % PROGRESS_EVERY == 0:
             progress(step.offset, walk.end)
+    # Requests with the deadline of the last abort may have expired with it, although the journal ends before.
+    for decided in walk.unwritten:
+        if isinstance(decided, RequestAborted) and decided.reason in DEADLINES:
+            overdue.add(decided.request_id)
     async for _, event in events_of(log, REQUESTS, partition):
         if isinstance(event, RequestSubmitted):
             anonymizer.learn_request(event)
