@@ -145,6 +145,7 @@ def test_bad_input_ends_with_code_2(arguments: list[str], message: str) -> None:
             "no key; set FOREBAY_API_KEY or --api-key",
         ),
         (503, '{"error": {"message": "no router serves x"}}', 1, "no router serves x"),
+        (409, '{"error": {"message": "other version", "code": "other_rules"}}', 3, "other version"),
     ],
 )
 def test_responses_other_than_a_status(code: int, body: str, exit_code: int, message: str) -> None:

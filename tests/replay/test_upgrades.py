@@ -5,6 +5,7 @@ its letter and its number, and stops as planned.
 """
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from forebay.events.codec import decode, encode
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import OwnerClaimed, RequestRouted, Sealed
 from forebay.events.topics import DECISIONS
+from forebay.ingress.errors import ApiError
+from forebay.ingress.explain_worker import LogSource
+from forebay.ingress.explainer import Explainer
 from forebay.replay.at import seek, seek_record, seek_time
 from forebay.replay.catalog import checkpoints, follow
 from forebay.replay.catalog.contents import SCHEMAS, new_observers
@@ -246,6 +250,16 @@ async def test_a_request_of_other_rules_names_the_version(tmp_path: Path, owners
     code, shown, error = await forebay("explain", tmp_path / "log.db", f"x{owners.index('x')}")
     assert (code, shown, error.count("\n")) == (3, "", 1)
     assert DECIDED_BY in error
+
+
+async def test_an_ingress_names_the_version_of_other_rules(tmp_path: Path) -> None:
+    await upgraded_file(tmp_path / "log.db", "x", last_seals=False)
+    explainer = Explainer(LogSource(path=str(tmp_path / "log.db")))
+    for derivation in (explainer.explain("x0", 0), explainer.status("m", 0)):
+        with pytest.raises(ApiError, match=re.escape(DECIDED_BY)) as refused:
+            await derivation
+        assert (refused.value.status, refused.value.code) == (409, "other_rules")
+    await explainer.close()
 
 
 async def test_a_void_claim_is_no_takeover(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:

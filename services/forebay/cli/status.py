@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 
 from forebay.cli.command import StatusCommand
 from forebay.cli.common.credentials import API_KEY_VARIABLE, client_headers
-from forebay.cli.common.errors import USAGE, explained, fail
+from forebay.cli.common.errors import OTHER_RULES, USAGE, explained, fail
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.tables import span, titled_table
 from forebay.cli.common.terminal import own_stdout, printable, results
@@ -74,8 +74,9 @@ def _query(url: str, api_key: str | None, group: str) -> GroupStatus:
             fail(f"{url} returned another version of the status ({error}); use the same version of forebay")
     problem = answer["error"]
     hints = {"invalid_api_key": f"; set {API_KEY_VARIABLE} or --api-key", "model_required": "; pass --group NAME"}
-    hint = hints.get(str(problem.get("code")), "")
-    fail(f"{url}: {problem['message']}{hint}", USAGE if response.is_client_error else NOT_READY)
+    code = str(problem.get("code"))
+    exit_code = USAGE if response.is_client_error else NOT_READY
+    fail(f"{url}: {problem['message']}{hints.get(code, '')}", OTHER_RULES if code == "other_rules" else exit_code)
 
 
 def _derive(recording: Recording, allow_policy: list[str] | None) -> GroupStatus:

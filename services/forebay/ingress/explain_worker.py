@@ -15,7 +15,7 @@ from forebay.replay.explain.explanation import Explanation
 from forebay.replay.explain.find import UnknownRequest
 from forebay.replay.policies import PolicyUnusable, load_policies, require_allowed
 from forebay.replay.status import GroupStatus, read_status
-from forebay.transport.base import Log, LogError, PolicyNotAllowed
+from forebay.transport.base import Log, LogError, NotDerivable, PolicyNotAllowed
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.sqlite.log import SqliteLog
@@ -71,6 +71,8 @@ async def _respond(source: LogSource, request: AnyRequest) -> ChildResponse:
         return ChildResponse(
             status=501, code="policy_not_here", message=f"{unusable}; restart the ingress with the option"
         )
+    except NotDerivable as error:
+        return ChildResponse(status=409, code="other_rules", message=str(error))
     except LogError as error:
         return ChildResponse(status=503, code="log_unavailable", message=str(error))
     return ChildResponse(content=msgspec.Raw(msgspec.json.encode(found)))

@@ -28,7 +28,8 @@ class Explainer:
     async def explain(self, request_id: str, partition: int) -> bytes:
         """Return the explanation of a request, as JSON of `forebay.replay.explain.explanation`.
 
-        Raises ApiError: 501 for a log in memory, 404 for an unknown request, or an error of `SharedChild.request`.
+        Raises ApiError: 501 for a log in memory, 404 for an unknown request, 409 if an owner with other decision rules
+        decided about it, or an error of `SharedChild.request`.
         """
         return await self._request(ExplainRequest(request_id, partition))
 

@@ -44,7 +44,7 @@ def add_route_query(app: FastAPI, models: ServedModels) -> None:
 
 
 def add_explain(app: FastAPI, ingress: GroupClient, explainer: Explainer) -> None:
-    @app.get("/v1/requests/{request_id:path}/explain", responses=errors(404, 501, 504))
+    @app.get("/v1/requests/{request_id:path}/explain", responses=errors(404, 409, 501, 504))
     async def explain(request_id: str) -> Response:
         """Explain the routing and outcome of a request.
 
@@ -125,7 +125,7 @@ class SharedReader:
 def add_status(app: FastAPI, read: StatusReader | None) -> None:
     """Add `GET /v1/status`. If `read` is None, the route responds with 501."""
 
-    @app.get("/v1/status", responses={**json_of(GroupStatus), **errors(501, 504)})
+    @app.get("/v1/status", responses={**json_of(GroupStatus), **errors(409, 501, 504)})
     async def status() -> Response:
         """Return the status of the model: owner, workers, requests and topics."""
         if read is None:
