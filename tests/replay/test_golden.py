@@ -283,11 +283,11 @@ def test_divergence_message_has_differences_and_both_tables(tmp_path: Path) -> N
 def test_another_core_version_fails_with_a_remedy(tmp_path: Path) -> None:
     def raise_version(record: Any) -> Any:
         if isinstance(record, OwnerClaimed | SnapshotTaken):
-            return msgspec.structs.replace(record, core_version=CORE_VERSION + 1)
-        return record
+            record = msgspec.structs.replace(record, core_version=CORE_VERSION + 1)
+        return msgspec.structs.replace(record, release="9.8") if isinstance(record, OwnerClaimed) else record
 
     path = rewritten(tmp_path, "kv", raise_version)
-    expected = rf"OtherRules: .*version {CORE_VERSION + 1} .*Record it again, or verify it with the program"
+    expected = rf"OtherRules: .* {CORE_VERSION + 1} .*forebay 9\.8.*Record it again, or verify it with the program"
     with pytest.raises(AssertionError, match=expected) as failed:
         check_recording(path)
     assert isinstance(failed.value.__cause__, OtherRules)

@@ -38,7 +38,7 @@ from forebay.replay.explain.explain import explain
 from forebay.replay.status import GroupStatus
 from forebay.transport.base import Draft, Log, LogError, NotDerivable, Record
 from forebay.transport.history.reader import OtherRules, SpanEnds, journal_records
-from forebay.transport.history.snapshots import load_sealed
+from forebay.transport.history.snapshots import load_sealed, load_snapshot
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli import in_process
 from tests.live.shared import OTHER, OTHER_RELEASE, PREFIX, Program
@@ -160,13 +160,15 @@ async def test_the_state_right_before_and_after_another_version_is_shown(log: Sq
 @pytest.mark.parametrize("owners", ["oxo", "x", "xo", "oxxo", "oxx"])
 async def test_a_moment_of_other_rules_names_the_version(log: SqliteLog, owners: str) -> None:
     made = await upgraded(log, owners)
-    offset = made.routed[owners.index("x")]
-    for seeking in (seek(log, 0, offset), seek_time(log, 0, await made.clock(offset))):
+    offset, seal = made.routed[owners.index("x")], made.seals[owners.index("x")]
+    for seeking in (seek(log, 0, offset), seek_time(log, 0, await made.clock(offset)), seek(log, 0, seal)):
         with pytest.raises(NotDerivable) as error:
             await seeking
         assert f"{DECIDED_BY}, this program has version {CORE_VERSION}: use the program that wrote it" in str(
             error.value
         )
+    with pytest.raises(OtherRules, match=re.escape(DECIDED_BY)):
+        await load_snapshot(log, 0, await made.record(seal))
 
 
 async def test_a_log_that_ends_with_other_rules_has_no_status(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from forebay.transport.base import Log
 from forebay.transport.history.claims import read_claim, valid_claims, validity_at
 from forebay.transport.history.reader import OtherRules, Validity, journal, journal_records
 from forebay.transport.history.snapshots import (
-    claim_at,
     load_continued,
     load_snapshot,
     newest_snapshot,
     owner_state,
+    release_at,
     snapshots_taken,
 )
 from forebay.transport.history.start import StoredState, begins_of, oldest_state, usable_state
@@ -68,8 +68,7 @@ async def spans_of(log: Log, partition: int, begin: StoredState, end: int) -> li
             span = RulesSpan(valid.claim.core_version, valid.offset, end, valid.claim)
         span = span._replace(rules=valid.claim.core_version, release=valid.claim.release)
     if span.claim is None and not span.release and begin.owner_epoch >= 0:
-        claim = await claim_at(log, partition, begin.owner_epoch)
-        span = span._replace(release="" if claim is None else claim.release)
+        span = span._replace(release=await release_at(log, partition, begin.owner_epoch))
     return [*found, span if span.rules >= 0 else span._replace(rules=CORE_VERSION)]
 
 

@@ -26,6 +26,7 @@ from forebay.transport.history.snapshots import (
     load_snapshot,
     newest_snapshot,
     owner_state,
+    release_at,
     snapshots_taken,
 )
 from forebay.transport.history.start import begins_of
@@ -276,7 +277,7 @@ async def _continued(log: Log, partition: int, taken: SnapshotRecord | None, end
     if taken is not None:
         begin, state = taken.journal_offset, await owner_state(log, partition, taken)
         rules = taken.core_version
-    found, release = None, ""
+    found = release = None
     async for valid in valid_claims(log, partition, begin, end, state, rules):
         claim = valid.claim
         is_own = claim.core_version == CORE_VERSION
@@ -286,7 +287,9 @@ async def _continued(log: Log, partition: int, taken: SnapshotRecord | None, end
         if valid.begins_span:
             found = valid if is_own else None
     if rules not in (-1, CORE_VERSION):
-        raise OtherRules(end - 1, rules, release)
+        if release is None and taken is not None:
+            release = await release_at(log, partition, taken.owner_epoch)
+        raise OtherRules(end - 1, rules, release or "")
     return found
 
 

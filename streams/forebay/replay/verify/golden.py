@@ -63,7 +63,8 @@ async def _verified(path: Path, log: Log, partition: int, allow: Set[str], custo
         await require_allowed(log, partition, custom)
         report = await verify(log, partition, allow=allow, custom=custom)
         if report.others:  # a test must not pass because its decisions were not derived
-            raise OtherRules(report.others[0].first, report.others[0].rules)
+            other_span = report.others[0]
+            raise OtherRules(other_span.first, other_span.rules, other_span.release)
     except PolicyNotAllowed as refused:
         raise AssertionError(f"{path}: {refused}, or its class as `custom`") from refused
     except OtherRules as other:

@@ -192,7 +192,7 @@ async def check_snapshot_beside(log: Log, partition: int, taken: SnapshotRecord)
 async def _parts(log: Log, partition: int, taken: SnapshotRecord) -> list[Chunk]:
     version = taken.core_version
     if version != CORE_VERSION:
-        raise OtherRules(taken.journal_offset, version)
+        raise OtherRules(taken.journal_offset, version, await release_at(log, partition, taken.owner_epoch))
     return await _checked_parts(log, partition, taken)
 
 
@@ -282,6 +282,12 @@ async def claim_at(log: Log, partition: int, owner_epoch: int) -> OwnerClaimed |
     """Return the claim with which an owner epoch began, None if the log does not have it. Raises LogError."""
     claimed = await record_at(log, partition, owner_epoch)
     return claimed if isinstance(claimed, OwnerClaimed) else None
+
+
+async def release_at(log: Log, partition: int, owner_epoch: int) -> str:
+    """Return the release of forebay that began an owner epoch, "" if the log does not have it. Raises LogError."""
+    claim = await claim_at(log, partition, owner_epoch)
+    return "" if claim is None else claim.release
 
 
 async def _chunks(
