@@ -62,6 +62,14 @@ def test_caches_start_with_the_blocks_of_the_index_and_other_tiers_start_empty()
         resumed(drive, submit("r", CHAIN[:12]), hardware=small)
 
 
+def test_blocks_beyond_the_size_of_a_cache_get_no_credit() -> None:
+    drive = fleet("a", "b", kv_blocks_total=10)
+    drive.stored("a", CHAIN[20:22])
+    drive.stored("b", CHAIN[:10] + CHAIN[20:26])
+    found = resumed(drive, submit("r", CHAIN[20:26])).served["r"]
+    assert (found.worker, found.cached_tokens) == (0, 2 * BLOCK)
+
+
 def test_a_cancelled_request_frees_the_engine() -> None:
     cancelled = Arrival(1_001, REQUESTS, RequestCancelled(request_id="r1"))
     run = resumed(fleet("a"), submit("r1", CHAIN[:10], output=100), cancelled, submit("r2", CHAIN[10:12], 1_002))

@@ -4,7 +4,7 @@ The cache of each rank starts with its blocks of the prefix index, in the order 
 record when a block was used. Other tiers start empty.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,7 @@ from forebay.core.step import claim
 from forebay.core.world import World
 from forebay.engine_model.model import EngineConfig, EngineModel
 from forebay.engine_model.timing import EngineTiming, MockerTiming
-from forebay.events.base import unpack_u64
+from forebay.events.base import U64_BYTES, unpack_u64
 from forebay.events.control import PoolConfigured
 from forebay.events.fleet import WorkerFact, WorkerJoined, WorkerLost, WorkerSpec
 from forebay.events.requests import RequestSubmitted
@@ -83,7 +83,7 @@ def resume(
 
     Raises NotSimulable if the sizes of a worker contradict each other.
     """
-    state = [chunk for chunk in state if not _is_below_device(chunk)]
+    state = list(_device_chunks(state))
     world = restore(state, custom)
     claim(world, max(world.owner_epoch, 0), tuple(sorted(custom)), EVENTS_VERSION)
     configured = [arrival.event for arrival in arrivals if isinstance(arrival.event, PoolConfigured)]
@@ -97,9 +97,23 @@ def resume(
     return ResumedOutcome(dict(zip(ids, cluster.requests, strict=True)), cluster.digest(), list(cluster.numbers))
 
 
-def _is_below_device(chunk: Chunk) -> bool:
-    """Return whether a chunk lists blocks of tiers other than the device."""
-    return isinstance(chunk, StoreBlocks | StoreDropped) or (isinstance(chunk, IndexBlocks) and chunk.tier != "device")
+def _device_chunks(state: Sequence[Chunk]) -> Iterator[Chunk]:
+    """Yield the chunks of a state without blocks of other tiers, and with the device blocks that fit into a rank.
+
+    The router gives credit for all blocks of the index, so the index must not have blocks that the engine lacks.
+    """
+    specs = [chunk.spec for chunk in state if isinstance(chunk, WorkerState)]
+    room = {(spec.worker_id, rank): spec.kv_blocks_total for spec in specs for rank in spec.ranks}
+    for chunk in state:
+        if isinstance(chunk, IndexBlocks):
+            if chunk.tier != "device":
+                continue
+            key = (chunk.worker_id, chunk.rank)
+            hashes = chunk.sequence_hashes[: room[key] * U64_BYTES]
+            room[key] -= len(hashes) // U64_BYTES
+            yield msgspec.structs.replace(chunk, sequence_hashes=hashes)
+        elif not isinstance(chunk, StoreBlocks | StoreDropped):
+            yield chunk
 
 
 class _ResumedCluster(SimulatedCluster):
