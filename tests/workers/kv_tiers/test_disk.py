@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,7 +49,7 @@ def temporaries(root: Path) -> list[Path]:
     return sorted(root.rglob("*.tmp"))
 
 
-def test_large_calls_are_moved_by_two_threads(tmp_path: Path) -> None:
+def test_large_calls_are_moved_by_two_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     who = identity(block_bytes=LARGE)
     store = open_directory(tmp_path, who=who)
     assert write(store, range(30), LARGE) == [""] * 30
@@ -56,6 +57,13 @@ def test_large_calls_are_moved_by_two_threads(tmp_path: Path) -> None:
     results, found = read(store, range(30), LARGE)
     assert [place for place, reason in enumerate(results) if reason] == [7]
     assert all(found[place] == content(place, LARGE) for place in range(30) if place != 7)
+
+    def fail(*_: str) -> None:
+        time.sleep(0.05)  # the other thread begins meanwhile
+        raise OSError
+
+    monkeypatch.setattr(os, "rename", fail)
+    assert write(store, [40] * 15, LARGE) == ["failed"] * 15, "no write of a block counts on another one"
 
 
 def test_no_block_is_moved_after_the_deadline(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ class BlockStore(ABC):
         Return per block "" if the store contains it, otherwise `full`, `deadline`, `denied` or `failed`.
         """
         results, new = self._write(blocks, runtime.monotonic_s() + deadline_s)
-        size = len(new) * self._format.file_bytes
+        size = len(set(new)) * self._format.file_bytes
         with self._lock:
             self._total_bytes += size
             self._written_bytes += size

@@ -182,8 +182,7 @@ class DirectoryStore(BlockStore):
 
     def _write(self, blocks: Sequence[tuple[BlockName, memoryview]], end_s: float) -> tuple[list[str], list[BlockName]]:
         new: list[BlockName] = []
-        suffix = f".{runtime.random_id()}{TEMPORARY}"
-        return self._move(len(blocks), end_s, lambda at: self._write_block(*blocks[at], suffix, new)), new
+        return self._move(len(blocks), end_s, lambda at: self._write_block(*blocks[at], new)), new
 
     def _move(self, count: int, end_s: float, move: Callable[[int], str]) -> list[str]:
         """Move blocks one by one, by the calling thread and maybe a helper. No block is begun after `end_s`."""
@@ -222,22 +221,21 @@ class DirectoryStore(BlockStore):
             os.close(fd)
         return "" if block_format.checksum(into) == checksum else "corrupt"
 
-    def _write_block(self, name: BlockName, block: memoryview, suffix: str, new: list[BlockName]) -> str:
+    def _write_block(self, name: BlockName, block: memoryview, new: list[BlockName]) -> str:
         """Write a block that does not exist, and add it to `new`."""
         path = self._file(name)
         if self._exists(path, name):
             return ""
+        temporary = f"{path}.{runtime.random_id()}{TEMPORARY}"  # another thread may write the same block
         try:
-            fd = _create(path + suffix)
-        except FileExistsError:
-            return ""  # the same block twice in one call
+            fd = _create(temporary)
         except OSError as error:
             return self._failure("write", error)
         result = "failed"
         try:
             os.pwrite(fd, self._format.head(name, block_format.checksum(block)), 0)
             _transfer(os.pwritev, fd, block)
-            os.rename(path + suffix, path)
+            os.rename(temporary, path)
             result = ""
         except OSError as error:
             result = self._failure("write", error)
@@ -245,7 +243,7 @@ class DirectoryStore(BlockStore):
             os.close(fd)
             if result:
                 with contextlib.suppress(OSError):
-                    os.unlink(path + suffix)
+                    os.unlink(temporary)
         if not result:
             new.append(name)
             self._recently_touched().add(name.key)
