@@ -20,6 +20,7 @@ from forebay.ingress.explain_worker import opened_log
 from forebay.replay.diff.diff import span_of
 from forebay.replay.diff.report import DiffReport
 from forebay.transport.base import LogError
+from forebay.transport.history.reader import SpanEnds
 
 
 def main() -> None:
@@ -33,14 +34,14 @@ async def _serve(connection: ChildConnection) -> None:
         wanted = msgspec.json.decode(message, type=WhatIf)
         try:
             report = await _compare(settings, wanted, connection)
+            frame = WhatIfFrame(report=msgspec.Raw(msgspec.json.encode(report)))
+        except SpanEnds as error:
+            frame = WhatIfFrame(error=f"{error}. To compare only a part of the log, choose a span")
         except (LogError, Unusable) as error:
-            connection.send(msgspec.json.encode(WhatIfFrame(error=str(error))))
+            frame = WhatIfFrame(error=str(error))
         except click.exceptions.Exit:
-            text = "the comparison failed; the console's log has the reason"
-            connection.send(msgspec.json.encode(WhatIfFrame(error=text)))
-        else:
-            content = msgspec.Raw(msgspec.json.encode(report))
-            connection.send(msgspec.json.encode(WhatIfFrame(report=content)))
+            frame = WhatIfFrame(error="the comparison failed; the console's log has the reason")
+        connection.send(msgspec.json.encode(frame))
 
 
 async def _compare(settings: ConsoleSettings, wanted: WhatIf, connection: ChildConnection) -> DiffReport:

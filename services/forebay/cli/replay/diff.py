@@ -20,9 +20,9 @@ from forebay.core.routing.policies import CustomPolicies
 from forebay.replay.diff.diff import Span, diff, span_of
 from forebay.replay.diff.report import DiffReport
 from forebay.replay.verify.verify import OnProgress
-from forebay.transport.base import Log, NotDerivable
+from forebay.transport.base import Log, LogError, NotDerivable
 from forebay.transport.history.groups import pools_of
-from forebay.transport.history.reader import SpanEnds
+from forebay.transport.history.reader import OtherRules, SpanEnds
 from forebay.transport.sqlite.log import SqliteLog
 
 
@@ -64,7 +64,8 @@ async def _diff(
             span = await span_of(log, partition, *await _window_us(log, partition, *window), custom)
             return await compared(other, log, partition, span, on_progress)
         except SpanEnds as error:
-            raise NotDerivable(f"{error}. To compare only a part of the log, give --from and --to") from error
+            kind = NotDerivable if isinstance(error, OtherRules) else LogError
+            raise kind(f"{error}. To compare only a part of the log, give --from and --to") from error
 
 
 async def _window_us(log: Log, partition: int, start: str, end: str) -> tuple[int | None, int | None]:
