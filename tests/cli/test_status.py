@@ -138,12 +138,7 @@ def test_bad_input_ends_with_code_2(arguments: list[str], message: str) -> None:
     [
         (200, "<html>", 2, "is not an ingress"),
         (200, '{"version": 9}', 2, "another version of the status"),
-        (
-            401,
-            '{"error": {"message": "no key", "code": "invalid_api_key"}}',
-            2,
-            "no key; set FOREBAY_API_KEY or --api-key",
-        ),
+        (401, '{"error": {"message": "bad", "code": "invalid_api_key"}}', 2, "bad; set FOREBAY_API_KEY or --api-key"),
         (503, '{"error": {"message": "no router serves x"}}', 1, "no router serves x"),
         (409, '{"error": {"message": "other version", "code": "other_rules"}}', 3, "other version"),
     ],
