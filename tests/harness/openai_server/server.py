@@ -207,7 +207,8 @@ class OpenAiServer:
 
     def _lora_of(self, body: CompletionBody) -> str:
         """Return the name of the adapter that a request names; empty for the base model."""
-        name = body.lora_path or ("" if body.model == self._model_name else body.model)
+        other = "" if body.model == self._model_name else body.model
+        name = body.lora_path if self.settings.flavor == "sglang" else other  # SGLang's base model has any name
         if name and name not in self._loras:
             raise ApiFailure(404, f"The model `{name}` does not exist. Valid aliases: {self._model_name}.")
         return name
