@@ -8,21 +8,21 @@ DIGITS = 3  # differences below 0.1 % are not significant for a single workload
 RATES = ("goodput_per_s", "capacity_per_s")  # metrics of which more is better
 
 
-def figure(figures: Mapping[str, Any], path: str) -> float | None:
+def metric_at(metrics: Mapping[str, Any], path: str) -> float | None:
     """Return the metric of a run at a path such as `ttft_ms.p90`; None if the run has no such metric."""
-    found: Any = figures
+    found: Any = metrics
     for part in path.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
     return None if found is None else float(found)
 
 
-def costs(figures: Mapping[str, Any], objectives: Sequence[str]) -> tuple[float, ...]:
+def costs(metrics: Mapping[str, Any], objectives: Sequence[str]) -> tuple[float, ...]:
     """Return the cost of a run in each objective, rounded to three significant digits. Lower is better.
 
     A metric that the run lacks costs infinity. A failed request counts as an infinite latency, so a percentile costs
     infinity if the share of failed requests is larger than the share above the percentile.
     """
-    found = ((_endured(figures, path), -1 if path in RATES else 1) for path in objectives)
+    found = ((_metric_with_failures(metrics, path), -1 if path in RATES else 1) for path in objectives)
     return tuple(math.inf if value is None else sign * _rounded(value) for value, sign in found)
 
 
@@ -40,12 +40,12 @@ def optimal(points: Sequence[Sequence[float]]) -> list[bool]:
     return kept
 
 
-def _endured(figures: Mapping[str, Any], path: str) -> float | None:
+def _metric_with_failures(metrics: Mapping[str, Any], path: str) -> float | None:
     name, _, of = path.rpartition(".p")
-    failed = figures.get("failed", 0)
-    if name and failed * 100 > (failed + figures["requests"]) * (100 - int(of)):
+    failed = metrics.get("failed", 0)
+    if name and failed * 100 > (failed + metrics["requests"]) * (100 - int(of)):
         return None
-    return figure(figures, path)
+    return metric_at(metrics, path)
 
 
 def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:

@@ -47,7 +47,7 @@ from forebay.simulate.outcome import (
     summary,
     tier_tokens,
 )
-from forebay.simulate.pareto import figure
+from forebay.simulate.pareto import metric_at
 from forebay.simulate.resumed import NotSimulable, SimulatedHardware, resume
 from forebay.simulate.settings import KV_BYTES_MAX, Delay, Settings, Transfer, tiers_of
 from forebay.simulate.tiers.settings import BANDWIDTH_MAX, BYTES_PER_US
@@ -316,7 +316,7 @@ def _errors(observed: Mapping[str, Any], simulated: Mapping[str, Any]) -> dict[s
     """
     found: dict[str, float | None] = {}
     for path in (*(f"{name}.{of}" for name in NAMES for of in STATISTICS), *COUNTS):
-        ours, theirs = figure(observed, path), figure(simulated, path)
+        ours, theirs = metric_at(observed, path), metric_at(simulated, path)
         if ours is not None and theirs is not None:
             found[path] = 100 * (theirs - ours) / ours if ours else (None if theirs else 0.0)
     for share in ("prefix_reuse", *(f"from {tier}" for tier in LOWER_TIERS)):
@@ -375,7 +375,7 @@ def _show(name: str, history: ObservedHistory, result: Mapping[str, Any]) -> Non
         width = ",.2f" if of else ",.0f" if path in MOVED else ".4f"
         unit = "%" if of or path in COUNTS else "points"
         off = "none observed" if error is None else f"{error:+.2f} {unit}"
-        values = [f"{figure(side, path):{width}}" for side in (observed, simulated)]
+        values = [f"{metric_at(side, path):{width}}" for side in (observed, simulated)]
         table.add_row(label, *values, off)
     seconds = (history.end_us - history.begin_us) / 1e6
     lines = [

@@ -7,7 +7,7 @@ import msgspec
 
 from forebay.cli.simulate.options import to_json
 from forebay.cli.simulate.report.measures import Measured
-from forebay.simulate.pareto import figure
+from forebay.simulate.pareto import metric_at
 from forebay.simulate.slo import Slo
 
 TIE = 0.01  # relative difference below which metrics are reported as equal; other seeds change them as much
@@ -99,7 +99,7 @@ def metric_rows(runs: Sequence[Measured]) -> list[list[str]]:
     """Return the rows of the table: the name of a metric, and its value under each run."""
     rows = []
     for metric in METRICS:
-        values = [figure(one.metrics, metric.path) for one in runs]
+        values = [metric_at(one.metrics, metric.path) for one in runs]
         known = [one for one, value in zip(runs, values, strict=True) if value is not None]
         if known:
             best, others = _ranked(known, metric)
@@ -136,7 +136,7 @@ def settings_shown(runs: Sequence[Measured]) -> list[dict[str, Any]]:
 
 
 def _value(one: Measured, metric: Metric) -> float:
-    value = figure(one.metrics, metric.path)
+    value = metric_at(one.metrics, metric.path)
     assert value is not None, "only runs with this metric are compared"
     return value
 
