@@ -23,8 +23,8 @@ from forebay.cli.processes.tier_options import TierOptions, parsed_tiers
 from forebay.engine_model.model import EngineConfig
 from forebay.engine_model.timing import LinearTiming
 from forebay.events.fleet import WorkerSpec
-from forebay.ingress.errors import Unusable
 from forebay.ingress.model import DEFAULT_MODEL
+from forebay.runtime.errors import ConfigError
 from forebay.workers.engine import EngineError
 from forebay.workers.engines.engine_process import EngineProcess
 from forebay.workers.engines.mock.engine import MockEngine
@@ -119,7 +119,7 @@ def test_unusable_options_are_rejected(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("ARGS.yaml").write_text("- a\n- b\n")
-    with pytest.raises(Unusable) as raised:
+    with pytest.raises(ConfigError) as raised:
         choose(**{"engine": "vllm", **options})
     assert str(raised.value).startswith(message)
 
@@ -138,10 +138,10 @@ def test_a_mock_engine_uses_the_timing_and_sizes_of_its_profile_by_default(
 
 
 def test_inconsistent_sizes_and_a_missing_package_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Unusable, match=r"max_num_batched_tokens \(3\) must be at least max_num_seqs \(256\)"):
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(3\) must be at least max_num_seqs \(256\)"):
         built(choose(max_num_batched_tokens=3), "w", pool="p")
     monkeypatch.setitem(ADAPTERS, "sglang", Adapter("nowhere", "Nothing", ("no_such_package",)))
-    with pytest.raises(Unusable) as raised:
+    with pytest.raises(ConfigError) as raised:
         built(choose("sglang"), "w", pool="p")
     expected = "the sglang engine requires the package no_such_package; install it with: pip install 'forebay[sglang]'"
     assert str(raised.value).startswith(expected)
@@ -219,7 +219,7 @@ def test_disagg_a_service_does_all_of_a_request(tmp_path: Path) -> None:
     )
     choice = choose(f"{path}:Parrot")
     assert built(choice, "w", pool="")[1].pool == "default"
-    with pytest.raises(Unusable, match="Parrot is a service, and services support only"):
+    with pytest.raises(ConfigError, match="Parrot is a service, and services support only"):
         built(choice.with_settings(role="prefill"), "w", pool="")
     assert "only the role aggregated" in error_of(
         "up", "--engine", f"{path}:Parrot", "--prefill-workers", "1", "--decode-workers", "1"
@@ -259,7 +259,7 @@ def test_a_host_name_is_resolved() -> None:
     ],
 )
 def test_unreachable_addresses_are_rejected(host: str, message: str) -> None:
-    with pytest.raises(Unusable) as raised:
+    with pytest.raises(ConfigError) as raised:
         reached_at(choose(role="decode"), host, LOCAL_KAFKA)
     assert str(raised.value).startswith(f"--kv-host {host}: {message}")
 
@@ -270,7 +270,7 @@ def test_the_default_is_the_local_address_of_the_route_to_kafka() -> None:
         towards = f"127.0.0.2:{server.getsockname()[1]}"
         assert address_towards([towards]) == connection.getsockname()[0], "as a server sees who connects"
     for bad in (NOWHERE, "127.0.0.1", "127.0.0.1:kafka"):
-        with pytest.raises(Unusable, match=f"--kafka {bad}: {bad}: "):
+        with pytest.raises(ConfigError, match=f"--kafka {bad}: {bad}: "):
             reached_at(choose(role="decode"), None, bad)
     assert reached_at(choose(), None, NOWHERE) == choose(), "nobody fetches from it"
 
@@ -280,7 +280,7 @@ def test_nixl_uses_the_interface_of_the_given_address_or_chooses_one(monkeypatch
     assert kv_of(reached_at(choice, None, LOCAL_KAFKA)).interface == ""
     given = reached_at(choice, "127.0.0.1", LOCAL_KAFKA)
     assert kv_of(given).interface == interface_of("127.0.0.1")
-    with pytest.raises(Unusable, match=r"--kv-host: 127.0.0.3 is not the first IPv4 address of any interface"):
+    with pytest.raises(ConfigError, match=r"--kv-host: 127.0.0.3 is not the first IPv4 address of any interface"):
         kv_of(reached_at(choice, "127.0.0.3", LOCAL_KAFKA))
     monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")
     assert kv_of(given).interface == "", "the UCX setting of the environment applies"
@@ -289,7 +289,7 @@ def test_nixl_uses_the_interface_of_the_given_address_or_chooses_one(monkeypatch
 @pytest.mark.parametrize(("role", "engine"), [("aggregated", "mock"), ("encode", "mock"), ("decode", "sglang")])
 def test_kv_host_is_rejected_without_kv_transfer(role: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ADAPTERS, "sglang", FAKE)
-    with pytest.raises(Unusable, match="--kv-host requires --role prefill or decode and --engine mock or vllm"):
+    with pytest.raises(ConfigError, match="--kv-host requires --role prefill or decode and --engine mock or vllm"):
         reached_at(choose(engine, role=role), "127.0.0.1", LOCAL_KAFKA)
 
 
@@ -349,7 +349,7 @@ def test_invalid_tiers_are_rejected(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("FILE").write_text("")
-    with pytest.raises(Unusable) as raised:
+    with pytest.raises(ConfigError) as raised:
         settings(*tiers)
     assert str(raised.value).startswith(message)
 
@@ -365,7 +365,7 @@ def test_invalid_sizes_are_usage_errors(text: str, message: str, capsys: pytest.
 
 @pytest.mark.parametrize("part", ["filters=off", "filter=of", "size=1GB"])
 def test_errors_show_no_password(part: str) -> None:
-    with pytest.raises(Unusable) as raised:
+    with pytest.raises(ConfigError) as raised:
         parsed_tiers([f"store:endpoint=http://user:secret@host:9000,{part}"])
     assert "secret" not in str(raised.value)
 
@@ -373,9 +373,9 @@ def test_errors_show_no_password(part: str) -> None:
 def test_engines_without_tiers_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ADAPTERS, "sglang", FAKE)
     tiers = TierSettings(host_bytes=1 << 30)
-    with pytest.raises(Unusable, match="KV tiers require --engine mock or vllm, got sglang"):
+    with pytest.raises(ConfigError, match="KV tiers require --engine mock or vllm, got sglang"):
         tiered(choose("sglang"), tiers)
-    with pytest.raises(Unusable, match="--role encode: an encode worker has no KV"):
+    with pytest.raises(ConfigError, match="--role encode: an encode worker has no KV"):
         tiered(choose(role="encode"), tiers)
 
 
@@ -384,9 +384,9 @@ def test_storage_of_the_engines_own_connector_has_a_name(monkeypatch: pytest.Mon
     choice = choose("vllm", kv_store_name="lmcache-1")
     assert choice.settings.kv_store_name == "lmcache-1"
     assert tiered(choice, TierSettings(host_bytes=1 << 30)).settings.kv_store_name == "lmcache-1"
-    with pytest.raises(Unusable, match="--kv-tier store names itself"):
+    with pytest.raises(ConfigError, match="--kv-tier store names itself"):
         tiered(choice, TierSettings(store=BUCKET))
-    with pytest.raises(Unusable, match="--kv-store-name requires --engine vllm or sglang, got mock"):
+    with pytest.raises(ConfigError, match="--kv-store-name requires --engine vllm or sglang, got mock"):
         choose(kv_store_name="a")
 
 

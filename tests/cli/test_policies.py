@@ -24,7 +24,7 @@ from forebay.events.decisions import RequestRouted
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.shadow import DecisionShadowed, ShadowEvent, ShadowStarted
 from forebay.events.topics import DECISIONS
-from forebay.ingress.errors import Unusable
+from forebay.runtime.errors import ConfigError
 from forebay.transport.sqlite.log import SqliteLog
 from infra.kafka.kafka import HOST
 from tests.cli.in_process import error_of, forebay
@@ -171,7 +171,7 @@ def test_a_built_in_mode_and_a_class_of_the_folder_are_accepted(mode: str) -> No
     ],
 )
 def test_an_unusable_class_is_rejected_before_the_command_starts(path: str, message: str) -> None:
-    with pytest.raises(Unusable) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         require_policy(path)
     assert message in str(refusal.value)
     for command in (["up"], ["router", "--kafka", "127.0.0.1:1"]):
@@ -182,7 +182,7 @@ POOL = PoolConfigured(pool="default", model="m", block_size=16, router=RouterCon
 
 
 def error_line(*sets: str, policy: str | None = None, policy_config: Path | None = None) -> str:
-    with pytest.raises(Unusable) as caught:
+    with pytest.raises(ConfigError) as caught:
         AlternativeOptions(list(sets), policy, policy_config).alternative()
     (line,) = str(caught.value).splitlines()
     return line
@@ -235,7 +235,7 @@ def test_a_setting_can_name_a_pool() -> None:
     assert one.of(POOL) == POOL
     assert one.of(other).router.temperature == 0.1
     one.require_pools([POOL, other])
-    with pytest.raises(Unusable, match="unknown pool 'a:b'; pools are: default"):
+    with pytest.raises(ConfigError, match="unknown pool 'a:b'; pools are: default"):
         one.require_pools([POOL])
 
 

@@ -32,7 +32,7 @@ from forebay.cli.common.logs import (
     StartFilter,
 )
 from forebay.cli.common.metrics_server import metrics_served, process_registry
-from forebay.ingress.errors import Unusable
+from forebay.runtime.errors import ConfigError
 from tests.cli.up import PATIENCE_S, Up, running
 from tests.harness.local import free_ports
 
@@ -316,7 +316,9 @@ def test_a_port_in_use_is_rejected() -> None:
         port = taken.getsockname()[1]
         serving = metrics_served("127.0.0.1", port, registry())
         with (
-            pytest.raises(Unusable, match=f"cannot serve metrics on 127.0.0.1:{port}: .*choose another --metrics-port"),
+            pytest.raises(
+                ConfigError, match=f"cannot serve metrics on 127.0.0.1:{port}: .*choose another --metrics-port"
+            ),
             serving,
         ):
             pass

@@ -30,8 +30,8 @@ from forebay.cli.processes.attached import (
 from forebay.cli.processes.engine_options import EngineOptions
 from forebay.cli.processes.serve import Share, devices, run_shares, shares
 from forebay.cli.processes.upstream_options import UPSTREAMS_MAX, Upstream, UpstreamOptions
-from forebay.ingress.errors import Unusable
 from forebay.ingress.model import DEFAULT_MODEL
+from forebay.runtime.errors import ConfigError
 from forebay.workers.engine import EngineError
 from forebay.workers.engines.attached.server import ServerInfo
 from forebay.workers.runtime.life_cycle import State
@@ -60,14 +60,14 @@ NOTHING: Any = None
     ],
 )
 def test_an_address_that_is_none_is_rejected(url: str, hint: str) -> None:
-    with pytest.raises(Unusable) as error:
+    with pytest.raises(ConfigError) as error:
         UpstreamOptions(upstream=[url]).upstreams()
     assert hint in str(error.value)
     assert url in str(error.value)
 
 
 def test_a_password_in_an_address_is_rejected_and_not_shown() -> None:
-    with pytest.raises(Unusable, match="--upstream-api-key-file instead") as error:
+    with pytest.raises(ConfigError, match="--upstream-api-key-file instead") as error:
         UpstreamOptions(upstream=["http://me:secret@host:1"]).upstreams()
     assert "secret" not in str(error.value)
 
@@ -91,13 +91,13 @@ def test_a_given_name_has_the_number_of_the_server() -> None:
     servers = [Upstream("http://a"), Upstream("http://b")]
     assert [one.worker_id for one in attachments(servers, "w")] == ["w-0", "w-1"]
     assert [one.worker_id for one in attachments(servers[:1], "w")] == ["w"]
-    with pytest.raises(Unusable, match="--id"):
+    with pytest.raises(ConfigError, match="--id"):
         attachments(servers[:1], "a name")
 
 
 @pytest.mark.parametrize("other", [URL, f"{URL}/", "https://127.0.0.1:8000"])
 def test_a_server_that_appears_twice_is_rejected(other: str) -> None:
-    with pytest.raises(Unusable, match=f"--upstream {URL}: the server appears twice"):
+    with pytest.raises(ConfigError, match=f"--upstream {URL}: the server appears twice"):
         attachments(UpstreamOptions(upstream=[URL, other]).upstreams(), "w")
 
 
@@ -128,7 +128,7 @@ def test_kv_events_are_those_of_the_server_in_the_same_place() -> None:
     ],
 )
 def test_invalid_options_are_rejected(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(Unusable) as error:
+    with pytest.raises(ConfigError) as error:
         UpstreamOptions(**options).upstreams()
     assert message in str(error.value)
 
@@ -145,7 +145,7 @@ def test_a_key_that_cannot_be_read_is_rejected(tmp_path: Path, content: bytes | 
     file = tmp_path / "key"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(Unusable) as error:
+    with pytest.raises(ConfigError) as error:
         UpstreamOptions(upstream_api_key_file=file).api_key()
     assert message in str(error.value)
     assert str(file) in str(error.value)
@@ -166,7 +166,7 @@ def test_a_key_is_read_without_the_end_of_its_line(tmp_path: Path) -> None:
     ],
 )
 def test_options_of_an_engine_are_rejected(option: dict[str, Any], message: str) -> None:
-    with pytest.raises(Unusable) as error:
+    with pytest.raises(ConfigError) as error:
         check_options(EngineOptions(**option))
     assert message in str(error.value)
 
@@ -190,7 +190,7 @@ def engine_of(info: ServerInfo, **options: Any) -> Any:
 
 @pytest.mark.parametrize("root", ["", "/nowhere", "x" * 5000, "/" + "x" * 5000, "a\0b", "a b c"])
 def test_a_server_without_a_tokenizer_is_rejected(root: str) -> None:
-    with pytest.raises(Unusable, match=r"serves /served, but names no directory .* set --model to a directory"):
+    with pytest.raises(ConfigError, match=r"serves /served, but names no directory .* set --model to a directory"):
         engine_of(ServerInfo(kind="openai", model="/served", root=root))
 
 
@@ -203,7 +203,7 @@ def test_the_tokenizer_is_that_of_the_root_or_of_the_option(tmp_path: Path) -> N
     ):
         _, spec, folder = engine_of(info, **options)
         assert (spec.model, spec.engine, folder) == ("m", "vllm", DEFAULT_MODEL)
-    with pytest.raises(Unusable, match="tokenizer"):
+    with pytest.raises(ConfigError, match="tokenizer"):
         engine_of(ServerInfo(kind="vllm", model="m", root=str(tmp_path)))
 
 
@@ -280,11 +280,11 @@ async def test_the_pauses_before_a_failing_server_is_tried_again_grow_to_a_bound
 
 
 async def test_a_server_that_returns_unusable_is_waited_for_but_not_at_the_first_time() -> None:
-    fleet = Fleet(raising(Unusable("no tokenizer")))
+    fleet = Fleet(raising(ConfigError("no tokenizer")))
     with pytest.raises(BaseExceptionGroup) as raised:
         await fleet.run()
-    assert raised.group_contains(Unusable)
-    fleet = Fleet(raising(Unusable("no tokenizer")), drained)
+    assert raised.group_contains(ConfigError)
+    fleet = Fleet(raising(ConfigError("no tokenizer")), drained)
     fleet.one.model = "m"
     await fleet.run()
     assert not fleet.steps
@@ -442,9 +442,9 @@ def test_gpus_default_to_visible_or_all_devices(
 
 
 def test_too_few_gpus_or_ports_are_rejected() -> None:
-    with pytest.raises(Unusable, match=r"test\.engine: 3 workers with 2 GPUs each need 6, and 5 are visible"):
+    with pytest.raises(ConfigError, match=r"test\.engine: 3 workers with 2 GPUs each need 6, and 5 are visible"):
         shares(made("gpus", resources={"gpu": 2}), 3, "w", None, list("01234"))
-    with pytest.raises(Unusable, match="--metrics-port 65535: 2 workers need ports above the maximum of 65535"):
+    with pytest.raises(ConfigError, match="--metrics-port 65535: 2 workers need ports above the maximum of 65535"):
         shares(made("ports"), 2, "w", 65_535, [])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forebay.ingress.errors import ApiError, Unusable
+from forebay.ingress.errors import ApiError
 from forebay.ingress.http.queries import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.openai.embeddings import EmbeddingBody
@@ -19,6 +19,7 @@ from forebay.ingress.parsers.deltas import OutputDelta, merge_deltas
 from forebay.ingress.parsers.parsers import call_ids
 from forebay.ingress.parsers.selection import ParseOptions, ParserFactory
 from forebay.ingress.parsers.vllm_parsers import VllmParser
+from forebay.runtime.errors import ConfigError
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
@@ -82,9 +83,9 @@ def test_reasoning_before_a_call(model: Model) -> None:
 
 
 def test_missing_parser_is_reported(model: Model) -> None:
-    with pytest.raises(Unusable, match="--tool-call-parser vllm:hermez"):
+    with pytest.raises(ConfigError, match="--tool-call-parser vllm:hermez"):
         ParserFactory(model, "vllm:hermez")
-    with pytest.raises(Unusable, match="use vLLM for both or for neither"):
+    with pytest.raises(ConfigError, match="use vLLM for both or for neither"):
         ParserFactory(model, "vllm:hermes", "qwen3")
 
 

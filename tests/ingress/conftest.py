@@ -39,7 +39,6 @@ from forebay.events.tokens import (
     Usage,
 )
 from forebay.events.topics import CONTROL, REQUESTS, TOKENS, Topic
-from forebay.ingress.errors import Unusable
 from forebay.ingress.http.app import build_app
 from forebay.ingress.http.endpoint import TlsFiles
 from forebay.ingress.http.protocol import ConnectionLimits
@@ -49,6 +48,7 @@ from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.served import OneModel
 from forebay.ingress.settings import IngressSettings
+from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.harness.memory_log import fail_commits, memory_log
@@ -193,7 +193,7 @@ class Scene:
     def listen(self) -> tuple[socket.socket, int]:
         """Return a listening socket on a free port, and the port."""
         for port in range(18_900, 19_400):
-            with contextlib.suppress(Unusable):
+            with contextlib.suppress(ConfigError):
                 return listen("127.0.0.1", port), port
         raise AssertionError("no port is free")
 

@@ -29,7 +29,7 @@ from forebay.ingress.front import Front
 from forebay.ingress.http.app import build_app
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.metrics import IngressMetrics
-from forebay.ingress.model import DEFAULT_MODEL, Model, ModelUnusable
+from forebay.ingress.model import DEFAULT_MODEL, InvalidModel, Model
 from forebay.ingress.model_cards import read_card
 from forebay.ingress.settings import ALL_MODELS, IngressSettings
 from forebay.transport import heartbeats
@@ -355,7 +355,7 @@ async def test_a_card_that_cannot_be_loaded_is_not_tried_again_by_each_request(
 
     async def fail(_: ModelStore, digest: str, __: Path) -> Model:
         opened.append(digest)
-        raise ModelUnusable("broken")
+        raise InvalidModel("broken")
 
     monkeypatch.setattr(module, "open_model", fail)
     digest = await scene.serve_all("one")

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from forebay.ingress.errors import ApiError
-from forebay.ingress.model import DEFAULT_MODEL, Model, ModelUnusable
+from forebay.ingress.model import DEFAULT_MODEL, InvalidModel, Model
 from forebay.ingress.openai.fields import parse
 from forebay.ingress.openai.requests import ChatBody
 from forebay.ingress.parsers.selection import ParserFactory
@@ -329,7 +329,7 @@ def test_templates_are_found_in_every_place(
     ],
 )
 def test_unusable_templates_are_reported_when_the_model_is_loaded(tmp_path: Path, template: Any, says: str) -> None:
-    with pytest.raises(ModelUnusable, match=says):
+    with pytest.raises(InvalidModel, match=says):
         model_of(tmp_path, template)
 
 

@@ -12,10 +12,10 @@ import pytest_asyncio
 from starlette.routing import Route
 
 from forebay.events.topics import CONTROL, REQUESTS
-from forebay.ingress.errors import Unusable
 from forebay.ingress.http.app import build_app
 from forebay.ingress.http.guards import PAGES, UNCHECKED, allowed_hosts, allowed_origins, requires_api_key
 from forebay.ingress.served import OneModel
+from forebay.runtime.errors import ConfigError
 from tests.ingress.conftest import (
     ADMIN_TOKEN,
     CHAT,
@@ -193,7 +193,7 @@ async def test_an_unknown_host_is_rejected(
 
 @pytest.mark.parametrize("name", ["http://name", "name:80", "name/path", "", "*", "a b"])
 def test_an_allowed_host_is_a_name_or_an_address(name: str) -> None:
-    with pytest.raises(Unusable, match="without scheme and port"):
+    with pytest.raises(ConfigError, match="without scheme and port"):
         allowed_hosts("127.0.0.1", "127.0.0.1", [name])
 
 
@@ -296,7 +296,7 @@ async def test_a_key_is_no_part_of_settings_and_logs(keyed: Scene, caplog: pytes
 
 
 async def test_the_admin_token_must_differ_from_the_keys() -> None:
-    with pytest.raises(Unusable, match="the admin token is also an API key"):
+    with pytest.raises(ConfigError, match="the admin token is also an API key"):
         async with make_scene(api_keys=(ADMIN_TOKEN,), admin_token=ADMIN_TOKEN):
             pass
 
@@ -390,5 +390,5 @@ def test_origins_are_compared_as_browsers_send_them(given: str, origin: str) -> 
      "https://app.example:x", "https://*.example", "https://app.example?a"],
 )  # fmt: skip
 def test_other_values_are_rejected(given: str) -> None:
-    with pytest.raises(Unusable, match="--cors-allow-origin"):
+    with pytest.raises(ConfigError, match="--cors-allow-origin"):
         allowed_origins((given,))

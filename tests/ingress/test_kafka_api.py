@@ -21,7 +21,7 @@ from forebay.events.request_ids import aliases_of
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RoutingHints
 from forebay.events.tokens import Embedded, ResponseEnded, ResponseError, TokenChunk, TokenEvent, TokensEmitted, Usage
 from forebay.events.topics import FIXED_TOPICS, OPENAI_RESPONSES, TOKENS
-from forebay.ingress.errors import ApiError, Unusable
+from forebay.ingress.errors import ApiError
 from forebay.ingress.http.body import BodyLimits
 from forebay.ingress.kafka_api import partition as partition_module
 from forebay.ingress.kafka_api.partition import PartitionServer
@@ -36,6 +36,7 @@ from forebay.ingress.parsers.deltas import OutputDelta
 from forebay.ingress.response_fold import CompletionFold, EmbeddingFold, was_rejected
 from forebay.ingress.served import OneModel
 from forebay.ingress.settings import IngressSettings
+from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Draft, Record
 from tests.ingress.conftest import CHAT, HELLO, NAME, SLOT, Scene, events, make_scene
 from tests.system import until
@@ -104,7 +105,7 @@ def test_no_pattern_allows_a_topic_of_forebay_in_any_namespace(name: str, namesp
 
 @pytest.mark.parametrize("pattern", ["", "a b", "[ab]", "x" * 250])
 def test_a_pattern_that_matches_no_topic_is_rejected_at_the_start(pattern: str) -> None:
-    with pytest.raises(Unusable, match="--reply-topic"):
+    with pytest.raises(ConfigError, match="--reply-topic"):
         IngressSettings(model_name="m", ingress_id="i", reply_topics=(pattern,))
 
 

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from forebay.ingress import word_tokens as module
 from forebay.ingress.errors import ApiError
-from forebay.ingress.model import DEFAULT_MODEL, Decoder, Model, ModelUnusable, word_token_ids
+from forebay.ingress.model import DEFAULT_MODEL, Decoder, InvalidModel, Model, word_token_ids
 from forebay.ingress.parsers.composer import TextAssembler
 from forebay.ingress.token_bytes import BYTE_OF
 from forebay.ingress.word_tokens import BYTE_LEVEL, PATTERNS, word_tokens
@@ -97,12 +97,12 @@ def test_an_invalid_directory_is_rejected_with_the_reason(
         (directory / name).unlink()
     else:
         (directory / name).write_text(content)
-    with pytest.raises(ModelUnusable, match=message):
+    with pytest.raises(InvalidModel, match=message):
         Model(directory)
 
 
 def test_a_missing_directory_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ModelUnusable, match="no such model directory"):
+    with pytest.raises(InvalidModel, match="no such model directory"):
         Model(tmp_path / "none")
 
 

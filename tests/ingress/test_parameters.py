@@ -26,13 +26,14 @@ from forebay.events.requests import (
 )
 from forebay.events.tokens import TokenLogprob, TopLogprob
 from forebay.events.topics import REQUESTS
-from forebay.ingress.errors import ApiError, Unusable
+from forebay.ingress.errors import ApiError
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.openai.fields import parse
 from forebay.ingress.openai.nvext import ROUTING_HEADERS, Nvext, routing_headers, routing_of
 from forebay.ingress.openai.requests import TextBody
 from forebay.ingress.settings import IngressSettings
 from forebay.ingress.token_bytes import TokenBytes
+from forebay.runtime.errors import ConfigError
 from tests.depth import examples
 from tests.ingress.conftest import CHAT, MODULE_LOOP, NAME, TEXT, Scene, chat, error, events, make_scene, text
 from tests.system import submitted
@@ -422,7 +423,7 @@ async def test_a_cache_salt_is_always_allowed_and_salts_the_hashes(scene: Scene)
 
 @pytest.mark.parametrize("loras", [("a", "a"), (NAME,), ("",), ("a" * 257,)])
 def test_adapter_names_must_be_unique(loras: tuple[str, ...]) -> None:
-    with pytest.raises(Unusable):
+    with pytest.raises(ConfigError):
         IngressSettings(model_name=NAME, block_size=4, ingress_id="i", loras=loras)
 
 

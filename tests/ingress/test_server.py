@@ -22,10 +22,10 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from forebay.events.requests import RequestCancelled
-from forebay.ingress.errors import Unusable
 from forebay.ingress.http import server as tls
 from forebay.ingress.http.endpoint import Endpoint, TlsFiles
 from forebay.ingress.http.server import NotListening, PortTaken, build_server, listen, serve_until_drained
+from forebay.runtime.errors import ConfigError
 from tests.harness import fork_server
 from tests.harness.fork_server import ForkedProcess
 from tests.harness.local import free_ports
@@ -190,7 +190,7 @@ def test_other_machines_need_a_key_or_permission(address: str, has_key: bool, al
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "192.168.1.2"])
 def test_an_open_address_is_rejected(address: str) -> None:
-    with pytest.raises(Unusable, match=f"--host {address} is not a loopback address.*--api-key.*--allow-anonymous"):
+    with pytest.raises(ConfigError, match=f"--host {address} is not a loopback address.*--api-key.*--allow-anonymous"):
         Endpoint(address, 8000).is_open(address, has_key=False)
 
 
@@ -282,7 +282,7 @@ def test_unusable_files_are_rejected(authority: trustme.CA, tmp_path: Path) -> N
         ((key, cert), "expected a certificate and its private key in PEM format"),
         ((cert, encrypted), "the private key is encrypted"),
     ):
-        with pytest.raises(Unusable) as caught:
+        with pytest.raises(ConfigError) as caught:
             TlsFiles(*pair)
         assert text in str(caught.value)
         assert f"--ssl-certfile {pair[0]}" in str(caught.value)

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from forebay.events.base import unpack_u32
 from forebay.events.requests import RequestSubmitted
-from forebay.ingress.errors import ApiError, Unusable
+from forebay.ingress.errors import ApiError
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.openai.tools import NO_TOOLS, Function, Tool, ToolSelection
 from forebay.ingress.parsers.composer import OutputPlan
 from forebay.ingress.parsers.deltas import OutputDelta, merge_deltas
 from forebay.ingress.parsers.parsers import call_ids
 from forebay.ingress.parsers.selection import ParseOptions, ParserFactory
+from forebay.runtime.errors import ConfigError
 from tests.depth import examples
 from tests.ingress.conftest import CHAT, HELLO, NAME, Scene, chat, error, make_scene
 
@@ -318,14 +319,14 @@ def test_auto_selects_the_parser_by_the_template(template: str, tool: str, reaso
 
 
 def test_unusable_parsers_are_rejected_with_the_known_names() -> None:
-    with pytest.raises(Unusable, match="parsers are: auto, none, h"):
+    with pytest.raises(ConfigError, match="parsers are: auto, none, h"):
         ParserFactory(MODEL, "kimi_k2")
-    with pytest.raises(Unusable, match="--reasoning-parser: unknown parser"):
+    with pytest.raises(ConfigError, match="--reasoning-parser: unknown parser"):
         ParserFactory(MODEL, "none", "r1")
     if importlib.util.find_spec("vllm") is None:
-        with pytest.raises(Unusable, match="--tool-call-parser vllm:kimi_k2: needs vLLM"):
+        with pytest.raises(ConfigError, match="--tool-call-parser vllm:kimi_k2: needs vLLM"):
             ParserFactory(MODEL, "vllm:kimi_k2")
-    with pytest.raises(Unusable, match="use vLLM for both or for neither"):
+    with pytest.raises(ConfigError, match="use vLLM for both or for neither"):
         ParserFactory(MODEL, "vllm:kimi_k2", "qwen3")
 
 

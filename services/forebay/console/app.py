@@ -109,7 +109,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def tls_of(settings: ConsoleSettings) -> TlsFiles | None:
-    """Return the certificate of a console, None for HTTP without TLS. Raises Unusable if it cannot be used."""
+    """Return the certificate of a console, None for HTTP without TLS. Raises ConfigError if it cannot be used."""
     if settings.certfile is None:
         return None
     return TlsFiles(Path(settings.certfile), None if settings.keyfile is None else Path(settings.keyfile))
@@ -131,5 +131,5 @@ async def serve_console(console: Console, listener: socket.socket, on_started: C
 
 
 def listening_socket(settings: ConsoleSettings, option: str) -> socket.socket:
-    """Return a socket that listens at the console's address. Raises Unusable, naming the `option` of the port."""
+    """Return a socket that listens at the console's address. Raises ConfigError, naming the `option` of the port."""
     return listen(settings.host, settings.port, option)

@@ -21,12 +21,13 @@ from forebay.events.models import AliasSet, AliasTarget
 from forebay.events.names import unknown_name
 from forebay.events.request_ids import client_id_of
 from forebay.ingress.admission import FullPool
-from forebay.ingress.errors import ApiError, Unusable, model_required
+from forebay.ingress.errors import ApiError, model_required
 from forebay.ingress.front import Front
 from forebay.ingress.group import GroupClient, Readiness
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.model_cards import open_model
 from forebay.ingress.served import ServedModel, ServedModels, card_of
+from forebay.runtime.errors import ConfigError
 from forebay.transport.base import LogError
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import OwnerPresence, RouterHeartbeats
@@ -282,7 +283,7 @@ class Catalog(ServedModels):
         except TimeoutError:
             text = f"the model card {card} of {entry.name} is not on the topic models"
             raise self._failed(entry, card, ApiError(503, "no_model_card", text)) from None
-        except (Unusable, LogError) as error:
+        except (ConfigError, LogError) as error:
             text = f"the model card of {entry.name}: {error}"
             raise self._failed(entry, card, ApiError(503, "model_card_unusable", text)) from error
         self._on_loaded(entry.name)

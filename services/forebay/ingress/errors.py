@@ -14,10 +14,6 @@ PARAM_CHARS_MAX = 256
 RETRY_AFTER_S = 1  # load reports arrive ten times per second; a lost owner is replaced within seconds
 
 
-class Unusable(Exception):
-    """An option or a configuration is invalid. The message is one line: what is wrong and what to do."""
-
-
 class ApiError(Exception):
     """The request cannot be served. A client receives the exception as an error response.
 

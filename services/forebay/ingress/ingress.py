@@ -63,7 +63,7 @@ class Ingress(GroupClient):
 
     @classmethod
     def of_group(cls, group: GroupClient, model: Model) -> Self:
-        """Return an ingress that shares all parts of `group`. Raises Unusable if a parser does not fit the model."""
+        """Return an ingress that shares all parts of `group`. Raises ConfigError if a parser does not fit the model."""
         ingress = cls.__new__(cls)
         vars(ingress).update(vars(group))
         ingress._use(model)

@@ -18,10 +18,11 @@ from tokenizers.decoders import ByteLevel, DecodeStream
 
 from forebay.events.names import NameInvalid, require_name
 from forebay.ingress.chat_template import COMPILE_ERRORS, RENDERED_CHARS_MAX, TEMPLATE_ERRORS, ChatTemplate, TooLong
-from forebay.ingress.errors import Unusable, invalid
+from forebay.ingress.errors import invalid
 from forebay.ingress.media.tokens import media_tokens_of
 from forebay.ingress.token_bytes import TokenBytes
 from forebay.ingress.word_tokens import word_tokens
+from forebay.runtime.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ WORDS_CHARS_MAX = 8_000  # threads tokenize longer texts; the library then lets 
 NO_TEXT = "\ufffd"  # the decoder writes it for bytes that are not a valid character
 
 
-class ModelUnusable(Unusable):
+class InvalidModel(ConfigError):
     """The model directory cannot be used. The message is one line: what is wrong and what is needed."""
 
 
@@ -68,17 +69,17 @@ class Model:
 
     def __init__(self, directory: Path) -> None:
         if not directory.is_dir():
-            raise ModelUnusable(f"{directory}: no such model directory; give a directory with a tokenizer.json")
+            raise InvalidModel(f"{directory}: no such model directory; give a directory with a tokenizer.json")
         self.directory = directory
         config = read_json(directory / "config.json")
         tokenizer_config = read_json(directory / "tokenizer_config.json")
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise ModelUnusable(f"{path}: no such file; a model directory needs a tokenizer.json")
+            raise InvalidModel(f"{path}: no such file; a model directory needs a tokenizer.json")
         try:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise ModelUnusable(f"{path}: not a valid tokenizer ({error})") from error
+            raise InvalidModel(f"{path}: not a valid tokenizer ({error})") from error
         self.tokenizer.no_truncation()  # a prompt that is too long must be rejected, not cut
         self.tokenizer.no_padding()
         self.context_tokens = context_tokens_of(directory)
@@ -96,7 +97,7 @@ class Model:
         try:
             self._templates = {name: ChatTemplate(one, special, self.media.texts) for name, one in sources.items()}
         except COMPILE_ERRORS as error:
-            raise ModelUnusable(f"{directory}: the chat template does not compile ({error})") from error
+            raise InvalidModel(f"{directory}: the chat template does not compile ({error})") from error
 
     def render(
         self,
@@ -239,11 +240,11 @@ class TokenTexts(dict[int, str | None]):
 
 
 def model_name_of(directory: Path | None, name: str) -> str:
-    """Return the name of a model in the API. Raises Unusable if `name`, the value of `--model-name`, is invalid."""
+    """Return the name of a model in the API. Raises ConfigError if `name`, the value of `--model-name`, is invalid."""
     try:
         return require_name("model", name or (DEFAULT_NAME if directory is None else directory.resolve().name))
     except NameInvalid as error:
-        raise Unusable(f"{error}; set another name with --model-name") from error
+        raise ConfigError(f"{error}; set another name with --model-name") from error
 
 
 def word_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -268,7 +269,7 @@ def _template_sources(directory: Path, tokenizer_config: Mapping[str, Any]) -> d
     try:
         sources = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
     except UnicodeDecodeError as error:
-        raise ModelUnusable(f"{directory}: a chat template is not valid UTF-8 ({error})") from error
+        raise InvalidModel(f"{directory}: a chat template is not valid UTF-8 ({error})") from error
     if "default" in sources:
         return sources
     # Processors of models with images have a file of their own.
@@ -277,7 +278,7 @@ def _template_sources(directory: Path, tokenizer_config: Mapping[str, Any]) -> d
         given = {one.get("name"): one.get("template") for one in given if isinstance(one, dict)}
     named = given if isinstance(given, dict) else {} if given is None else {"default": given}
     if not all(isinstance(source, str) for source in named.values()):
-        raise ModelUnusable(f"{directory}: chat_template is neither a text nor a list of named texts")
+        raise InvalidModel(f"{directory}: chat_template is neither a text nor a list of named texts")
     return {name: named[name] for name in NAMED_TEMPLATE_FILES if name in named} | sources
 
 
@@ -309,7 +310,7 @@ def _dimensions(config: dict[str, Any]) -> tuple[int, ...] | None:
 def context_tokens_of(directory: Path) -> int:
     """Return the maximum tokens of a prompt and its response together. If it is unknown, log a warning.
 
-    Raises ModelUnusable if a file is not valid.
+    Raises InvalidModel if a file is not valid.
     """
     for config in _text_configs(read_json(directory / "config.json")):
         if length := _length(config.get(MAX_LENGTH)) or min(
@@ -341,15 +342,15 @@ def _length(value: Any) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, empty if there is no such file. Raises ModelUnusable if it is not valid."""
+    """Return the object in a JSON file, empty if there is no such file. Raises InvalidModel if it is not valid."""
     if not path.is_file():
         return {}
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ModelUnusable(f"{path}: not valid JSON ({error})") from error
+        raise InvalidModel(f"{path}: not valid JSON ({error})") from error
     if not isinstance(content, dict):
-        raise ModelUnusable(f"{path}: not a JSON object")
+        raise InvalidModel(f"{path}: not a JSON object")
     return content
 
 

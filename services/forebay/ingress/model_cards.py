@@ -13,8 +13,8 @@ from forebay.ingress.model import (
     NAMED_TEMPLATE_FILES,
     PROCESSOR_TEMPLATE_FILE,
     TEMPLATE_FILE,
+    InvalidModel,
     Model,
-    ModelUnusable,
     context_tokens_of,
     read_json,
 )
@@ -36,7 +36,7 @@ TOKENIZER_FILES = (
 def read_card(directory: Path) -> tuple[ModelCard, dict[str, bytes]] | None:
     """Return the card of a model directory and the content of its files.
 
-    None without a tokenizer.json, or if the files exceed `FILE_BYTES_MAX`. Raises ModelUnusable if a file is invalid.
+    None without a tokenizer.json, or if the files exceed `FILE_BYTES_MAX`. Raises InvalidModel if a file is invalid.
     """
     files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
     if "tokenizer.json" not in files or sum(map(len, files.values())) > FILE_BYTES_MAX:
@@ -58,11 +58,11 @@ def read_card(directory: Path) -> tuple[ModelCard, dict[str, bytes]] | None:
 async def open_model(store: ModelStore, digest: str, folder: Path) -> Model:
     """Return the model of a stored card. Its files are in a new directory in `folder`, which is removed with the model.
 
-    Raises ModelUnusable if the files are unusable, LogError if the card is missing or damaged, or the log fails.
+    Raises InvalidModel if the files are unusable, LogError if the card is missing or damaged, or the log fails.
     """
     files = await store.load(digest)
     if unknown := sorted(files.keys() - set(TOKENIZER_FILES)):
-        raise ModelUnusable(
+        raise InvalidModel(
             f"the model card {digest} has unknown files: {', '.join(map(printable, unknown))}; "
             "serve it with the version of forebay that stored it"
         )
@@ -79,9 +79,9 @@ async def open_model(store: ModelStore, digest: str, folder: Path) -> Model:
         except Exception as error:  # a card may hold anything
             if directory is not None:
                 shutil.rmtree(directory, ignore_errors=True)
-            if isinstance(error, ModelUnusable):
+            if isinstance(error, InvalidModel):
                 raise
-            raise ModelUnusable(f"the model card {digest} cannot be loaded: {error!r}") from error
+            raise InvalidModel(f"the model card {digest} cannot be loaded: {error!r}") from error
         weakref.finalize(model, shutil.rmtree, directory, ignore_errors=True)
         return model
 

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from forebay.ingress.errors import Unusable
 from forebay.ingress.http import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
 from forebay.ingress.kafka_api.request import require_patterns
 from forebay.ingress.media.tokens import PUBLIC_ONLY, MediaSettings
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX
 from forebay.ingress.parsers.selection import AUTO
+from forebay.runtime.errors import ConfigError
 
 ALL_MODELS = "all models"  # no name of a model, because it has a space
 
@@ -59,8 +59,8 @@ class IngressSettings:
     def __post_init__(self) -> None:
         require_patterns(self.reply_topics)
         if self.admin_token in self.api_keys:
-            raise Unusable("the admin token is also an API key; choose two different values")
+            raise ConfigError("the admin token is also an API key; choose two different values")
         names = (self.model_name, *self.loras)
         if len(set(names)) < len(names) or not all(0 < len(name) <= NAME_CHARS_MAX for name in names):
             text = f"names must be unique and have 1 to {NAME_CHARS_MAX} characters"
-            raise Unusable(f"the model and its LoRA adapters ({', '.join(names)}): {text}")
+            raise ConfigError(f"the model and its LoRA adapters ({', '.join(names)}): {text}")

@@ -10,7 +10,7 @@ import click
 
 from forebay.cli.common.logs import logs_json
 from forebay.cli.common.terminal import printable
-from forebay.ingress.errors import Unusable
+from forebay.runtime.errors import ConfigError
 from forebay.transport.base import LogError, NotDerivable
 
 USAGE = 2
@@ -30,7 +30,7 @@ def explained() -> Iterator[None]:
         yield
     except NotDerivable as error:
         fail(str(error), OTHER_RULES)
-    except (LogError, Unusable) as error:
+    except (LogError, ConfigError) as error:
         fail(str(error))
     except Exception as error:
         # Imported here, because engines take 100 ms, which --help does not need.

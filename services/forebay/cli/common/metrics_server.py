@@ -12,7 +12,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from forebay.ingress.errors import Unusable
+from forebay.runtime.errors import ConfigError
 
 Probe = Callable[[], tuple[bool, str]]
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
@@ -24,7 +24,7 @@ def metrics_served(
 ) -> Iterator[None]:
     """Serve metrics while the body runs, and per path in `probes` whether the probe succeeds, with its text.
 
-    A port of None starts no server. Raises Unusable if the port cannot be opened.
+    A port of None starts no server. Raises ConfigError if the port cannot be opened.
     """
     if port is None:
         yield
@@ -35,7 +35,7 @@ def metrics_served(
         server: WSGIServer = make_server(host, port, _app(registry, probes or {}), kind, _Handler)
     except OSError as error:
         text = f"cannot serve metrics on {host}:{port}: {error.strerror}; choose another --metrics-port"
-        raise Unusable(text) from error
+        raise ConfigError(text) from error
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     try:
         yield

@@ -5,32 +5,32 @@ from typing import Any
 
 import msgspec
 
-from forebay.ingress.errors import Unusable
+from forebay.runtime.errors import ConfigError
 
 FILE_BYTES_MAX = 1 << 20  # far more than a thousand queue classes take
 DEPTH_MAX = 16  # a policy file has four levels, engine arguments hardly more
 
 
 def read_plain_file(path: Path, what: str) -> Any:
-    """Decode a file (JSON if its name ends in .json, else YAML) of kind `what`. Raises Unusable if this fails."""
+    """Decode a file (JSON if its name ends in .json, else YAML) of kind `what`. Raises ConfigError if this fails."""
     import yaml  # noqa: PLC0415 - takes 40 ms, which most commands would wait for in vain
 
     try:
         with path.open("rb") as file:
             content = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
-        raise Unusable(f"{path}: {error.strerror}") from None
+        raise ConfigError(f"{path}: {error.strerror}") from None
     if len(content) > FILE_BYTES_MAX:
-        raise Unusable(f"{path}: the {what} is larger than {FILE_BYTES_MAX} bytes; check the path")
+        raise ConfigError(f"{path}: the {what} is larger than {FILE_BYTES_MAX} bytes; check the path")
     try:
         if path.suffix == ".json":
             return msgspec.json.decode(content)
         _require_plain(path, content, what)
         return msgspec.yaml.decode(content)
     except (msgspec.DecodeError, yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date or number
-        raise Unusable(f"{path}: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     except RecursionError:
-        raise Unusable(f"{path}: {_too_deep(what)}") from None
+        raise ConfigError(f"{path}: {_too_deep(what)}") from None
 
 
 def _require_plain(path: Path, content: bytes, what: str) -> None:
@@ -41,13 +41,13 @@ def _require_plain(path: Path, content: bytes, what: str) -> None:
     for event in yaml.parse(content, Loader=yaml.CSafeLoader):
         match event:
             case yaml.AliasEvent():
-                raise Unusable(f"{path}: YAML aliases are not supported, got *{event.anchor}; repeat the value")
+                raise ConfigError(f"{path}: YAML aliases are not supported, got *{event.anchor}; repeat the value")
             case yaml.CollectionStartEvent():
                 depth += 1
             case yaml.CollectionEndEvent():
                 depth -= 1
         if depth > DEPTH_MAX:
-            raise Unusable(f"{path}: {_too_deep(what)}")
+            raise ConfigError(f"{path}: {_too_deep(what)}")
 
 
 def _too_deep(what: str) -> str:

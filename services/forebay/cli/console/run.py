@@ -63,7 +63,7 @@ def serve_until_signal(settings: ConsoleSettings, port_option: str = "--port") -
 
 
 def beside(log: Path, group: str, port: int, ingress_url: str, policies: tuple[str, ...]) -> ConsoleSettings:
-    """Return the settings of a console beside `forebay up`. Raises Unusable if the given token is invalid."""
+    """Return the settings of a console beside `forebay up`. Raises ConfigError if the given token is invalid."""
     return ConsoleSettings(
         source=LogSource(path=str(log.absolute()), policies=policies),
         name=str(log),
@@ -108,7 +108,7 @@ async def _show_progress(console: Console) -> None:
 
 
 async def _settings_of(options: ConsoleCommand) -> ConsoleSettings:
-    """Return the settings of a console that shows a log. Raises LogError or Unusable if that is impossible."""
+    """Return the settings of a console that shows a log. Raises LogError or ConfigError if that is impossible."""
     recording, custom = options.recording, allowed_policies(options.allow_policy)
     async with recording.source() as log:
         placed = await groups_of(log)
@@ -147,7 +147,7 @@ def _cache_dir(given: Path | None, *, is_file: bool) -> str | None:
 
 
 def console_token(file: Path | None) -> str:
-    """Return the token of clients: from a file, the environment, or random. Raises Unusable if it is invalid."""
+    """Return the token of clients: from a file, the environment, or random. Raises ConfigError if it is invalid."""
     if file is not None:
         where = f"--token-file {file}"
         return require_token(where, read_text(where, file, TOKEN_FILE_CHARS_MAX).strip())

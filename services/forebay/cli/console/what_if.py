@@ -15,10 +15,10 @@ from forebay.cli.replay.diff import compared
 from forebay.console.jobs import WhatIf, WhatIfFrame
 from forebay.console.settings import ConsoleSettings
 from forebay.ingress.child_process import ChildConnection
-from forebay.ingress.errors import Unusable
 from forebay.ingress.explain_worker import opened_log
 from forebay.replay.diff.diff import span_of
 from forebay.replay.diff.report import DiffReport
+from forebay.runtime.errors import ConfigError
 from forebay.transport.base import LogError
 from forebay.transport.history.reader import SpanEnds
 
@@ -37,7 +37,7 @@ async def _serve(connection: ChildConnection) -> None:
             frame = WhatIfFrame(report=msgspec.Raw(msgspec.json.encode(report)))
         except SpanEnds as error:
             frame = WhatIfFrame(error=f"{error}. To compare only a part of the log, choose a span")
-        except (LogError, Unusable) as error:
+        except (LogError, ConfigError) as error:
             frame = WhatIfFrame(error=str(error))
         except click.exceptions.Exit:
             frame = WhatIfFrame(error="the comparison failed; the console's log has the reason")

@@ -14,9 +14,9 @@ from forebay.cli.profiler.profile_file import MeasuredProfile
 from forebay.core.scaling.state import PoolKey
 from forebay.events.names import NameInvalid, require_name, unknown_name
 from forebay.events.scaling import DecodePoint, PlannerSettings, PoolScaling, PrefillPoint
-from forebay.ingress.errors import Unusable
 from forebay.planner.predictors import PredictorUnusable, predictor
 from forebay.planner.simulation import PoolEngine, pool_engine
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.field_descriptions import in_terms_of_keys, invalid_field
 from forebay.simulate.profiles.profile import MOCKER, load_profile
 from forebay.simulate.settings import WORKERS_MAX
@@ -47,11 +47,11 @@ class PlannerFile:
 
 
 def read_planner_file(path: Path) -> PlannerFile:
-    """Read a file of `forebay planner run`. Raises Unusable, with file and key, if it is invalid."""
+    """Read a file of `forebay planner run`. Raises ConfigError, with file and key, if it is invalid."""
     try:
         return _file(path, read_toml(path))
-    except Unusable as error:
-        raise Unusable(f"{path}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _file(path: Path, raw: Mapping[str, Any]) -> PlannerFile:
@@ -59,7 +59,7 @@ def _file(path: Path, raw: Mapping[str, Any]) -> PlannerFile:
     try:
         predictor(settings.predictor)
     except PredictorUnusable as error:
-        raise Unusable(f"predictor: {error}") from None
+        raise ConfigError(f"predictor: {error}") from None
     pools, engines = [], {}
     for number, table in enumerate(pool_tables(raw, PoolTable)):
         try:
@@ -69,57 +69,59 @@ def _file(path: Path, raw: Mapping[str, Any]) -> PlannerFile:
                 _require_simulatable(pool, table)
             if table.engine_profile:
                 engines[pool.group, pool.pool] = _engine(path.parent, table.engine_profile, pool)
-        except Unusable as error:
-            raise Unusable(f"pools[{number}]: {error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"pools[{number}]: {error}") from None
     settings = msgspec.structs.replace(settings, pools=tuple(pools))
     _require_gpus(settings)
     if settings.method == "simulate":
         _require_stages(settings.pools, engines)
     size = len(msgspec.json.encode(settings))
     if size > SETTINGS_BYTES_MAX:
-        raise Unusable(f"the settings with all profiles have {size} bytes of {SETTINGS_BYTES_MAX}; use fewer points")
+        raise ConfigError(f"the settings with all profiles have {size} bytes of {SETTINGS_BYTES_MAX}; use fewer points")
     return PlannerFile(settings, engines)
 
 
 def _pool(path: Path, settings: PlannerSettings, table: PoolTable) -> PoolScaling:
-    """Return a pool with its profile. Raises Unusable if the planner could never scale it."""
+    """Return a pool with its profile. Raises ConfigError if the planner could never scale it."""
     for stage in ("prefill", "decode"):
         if getattr(table, stage):
-            raise Unusable(f"{stage}: expected the points in a JSON file; name it with profile")
+            raise ConfigError(f"{stage}: expected the points in a JSON file; name it with profile")
     fields = {name: getattr(table, name) for name in PoolScaling.__struct_fields__}
     if table.profile:
         fields |= _profile(path.parent / table.profile)
     pool = PoolScaling(**fields)
     if pool.min_size > pool.max_size:
-        raise Unusable(f"min_size: must be at most max_size, which is {pool.max_size}; got {pool.min_size}")
+        raise ConfigError(f"min_size: must be at most max_size, which is {pool.max_size}; got {pool.min_size}")
     if pool.role == "encode":
-        raise Unusable("role: no method sizes pools of role encode; expected aggregated, prefill or decode")
+        raise ConfigError("role: no method sizes pools of role encode; expected aggregated, prefill or decode")
     missing = (pool.role != "decode" and not pool.prefill) or (pool.role == "decode" and not pool.decode)
     if settings.method == "throughput" and missing:
         stage = "decode" if pool.role == "decode" else "prefill"
-        raise Unusable(f"profile: method throughput needs {stage} points of this pool; name a file, or use method load")
+        raise ConfigError(
+            f"profile: method throughput needs {stage} points of this pool; name a file, or use method load"
+        )
     return pool
 
 
 def _require_simulatable(pool: PoolScaling, table: PoolTable) -> None:
-    """Raise Unusable if method `simulate` cannot size a pool."""
+    """Raise ConfigError if method `simulate` cannot size a pool."""
     if pool.max_size > WORKERS_MAX:
-        raise Unusable(f"max_size: must be at most {WORKERS_MAX} with method simulate; got {pool.max_size}")
+        raise ConfigError(f"max_size: must be at most {WORKERS_MAX} with method simulate; got {pool.max_size}")
     if not table.engine_profile:
-        raise Unusable("engine_profile: method simulate needs an engine profile of this pool; name a file")
+        raise ConfigError("engine_profile: method simulate needs an engine profile of this pool; name a file")
 
 
 def _require_stages(pools: Sequence[PoolScaling], engines: Mapping[PoolKey, PoolEngine]) -> None:
-    """Raise Unusable if prefill and decode pools of a model cannot be simulated together."""
+    """Raise ConfigError if prefill and decode pools of a model cannot be simulated together."""
     for group in {pool.group: None for pool in pools if pool.role != "aggregated"}:
         roles = sorted(pool.role for pool in pools if pool.group == group and pool.role != "aggregated")
         if roles != ["decode", "prefill"]:
             found = ", ".join(roles)
-            raise Unusable(f"pools: method simulate needs one prefill and one decode pool of {group}; got {found}")
+            raise ConfigError(f"pools: method simulate needs one prefill and one decode pool of {group}; got {found}")
         sizes = {engine.workers.engine.block_size for key, engine in engines.items() if key[0] == group}
         if len(sizes) > 1:
             found = " and ".join(map(str, sorted(sizes)))
-            raise Unusable(f"pools: the engine profiles of {group} have blocks of {found} tokens; use one size")
+            raise ConfigError(f"pools: the engine profiles of {group} have blocks of {found} tokens; use one size")
 
 
 def _engine(folder: Path, name: str, pool: PoolScaling) -> PoolEngine:
@@ -128,107 +130,109 @@ def _engine(folder: Path, name: str, pool: PoolScaling) -> PoolEngine:
         profile = load_profile(MOCKER if name == MOCKER else str(folder / name))
         return pool_engine(profile, pool.kv_tokens)
     except ValueError as error:  # also ProfileUnusable
-        raise Unusable(f"engine_profile: {error}") from None
+        raise ConfigError(f"engine_profile: {error}") from None
 
 
 def _profile(path: Path) -> dict[str, Any]:
     raw = read_plain_file(path, "profile")
     try:
         if not isinstance(raw, dict):
-            raise Unusable(f"expected an object with prefill and decode, got {kind_of(raw)}")
+            raise ConfigError(f"expected an object with prefill and decode, got {kind_of(raw)}")
         require_known(raw, MeasuredProfile.__struct_fields__)
         return {
             "prefill": _points(raw, "prefill", PrefillPoint, ("isl",)),
             "decode": _points(raw, "decode", DecodePoint, ("context", "concurrency")),
         }
-    except Unusable as error:
-        raise Unusable(f"profile {path}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"profile {path}: {error}") from None
 
 
 def _points(raw: Mapping[str, Any], stage: str, kind: type[PointT], place: tuple[str, ...]) -> tuple[PointT, ...]:
-    """Return the points of one stage. Raises Unusable if two points have the same values of `place`."""
+    """Return the points of one stage. Raises ConfigError if two points have the same values of `place`."""
     found = raw.get(stage, [])
     if not isinstance(found, list):
-        raise Unusable(f"{stage}: expected a list of points, got {kind_of(found)}")
+        raise ConfigError(f"{stage}: expected a list of points, got {kind_of(found)}")
     points: dict[tuple[float, ...], PointT] = {}
     for number, one in enumerate(found):
         try:
             if not isinstance(one, dict):
-                raise Unusable(f"expected a point, got {kind_of(one)}")
+                raise ConfigError(f"expected a point, got {kind_of(one)}")
             point = convert(one, kind)
-        except Unusable as error:
-            raise Unusable(f"{stage}[{number}]: {error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"{stage}[{number}]: {error}") from None
         at = tuple(getattr(point, name) for name in place)
         if at in points:
             first = list(points).index(at)
-            raise Unusable(f"{stage}[{number}]: {stage}[{first}] has the same {' and '.join(place)}")
+            raise ConfigError(f"{stage}[{number}]: {stage}[{first}] has the same {' and '.join(place)}")
         points[at] = point
     return tuple(points.values())
 
 
 def _require_gpus(settings: PlannerSettings) -> None:
-    """Raise Unusable if no sizes fit the limits of GPUs."""
+    """Raise ConfigError if no sizes fit the limits of GPUs."""
     least = sum(pool.min_size * pool.gpus_per_worker for pool in settings.pools)
     if settings.gpu_budget and least > settings.gpu_budget:
-        raise Unusable(f"gpu_budget: the smallest sizes of all pools need {least} GPUs, got {settings.gpu_budget}")
+        raise ConfigError(f"gpu_budget: the smallest sizes of all pools need {least} GPUs, got {settings.gpu_budget}")
     if settings.gpu_budget and settings.min_gpus > settings.gpu_budget:
-        raise Unusable(f"min_gpus: must be at most gpu_budget, which is {settings.gpu_budget}; got {settings.min_gpus}")
+        raise ConfigError(
+            f"min_gpus: must be at most gpu_budget, which is {settings.gpu_budget}; got {settings.min_gpus}"
+        )
 
 
 # --- parts of every TOML file of `forebay planner` --------------------------------------------------------------------
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the contents of a TOML file. Raises Unusable if it cannot be read."""
+    """Return the contents of a TOML file. Raises ConfigError if it cannot be read."""
     try:
         with path.open("rb") as file:
             content = file.read(FILE_BYTES_MAX + 1)
         if len(content) > FILE_BYTES_MAX:
-            raise Unusable(f"the file is larger than {FILE_BYTES_MAX >> 20} MiB")
+            raise ConfigError(f"the file is larger than {FILE_BYTES_MAX >> 20} MiB")
         return tomllib.loads(content.decode())
     except OSError as error:
-        raise Unusable(f"cannot be read: {error.strerror}") from None
+        raise ConfigError(f"cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise Unusable(f"not TOML: {error}") from None
+        raise ConfigError(f"not TOML: {error}") from None
 
 
 def pool_tables(raw: Mapping[str, Any], kind: type[StructT]) -> list[StructT]:
-    """Return the tables `[[pools]]` as structs. Raises Unusable if there is none, or one is invalid or a duplicate."""
+    """Return the tables `[[pools]]` as structs. Raises ConfigError if there is none, or one is invalid or repeated."""
     found = raw.get("pools")
     if not isinstance(found, list) or not found:
-        raise Unusable("expected at least one table [[pools]]")
+        raise ConfigError("expected at least one table [[pools]]")
     tables: dict[tuple[str, str], StructT] = {}
     for number, table in enumerate(found):
         try:
             if not isinstance(table, dict):
-                raise Unusable(f"expected a table, got {kind_of(table)}")
+                raise ConfigError(f"expected a table, got {kind_of(table)}")
             made = convert(table, kind)
             names = require_name("model", table["group"]), require_name("pool", table["pool"])
-        except (NameInvalid, Unusable) as error:
-            raise Unusable(f"pools[{number}]: {error}") from None
+        except (NameInvalid, ConfigError) as error:
+            raise ConfigError(f"pools[{number}]: {error}") from None
         if names in tables:
             first = list(tables).index(names)
-            raise Unusable(f"pools[{number}]: {'/'.join(names)} is also pools[{first}]; use each pool once")
+            raise ConfigError(f"pools[{number}]: {'/'.join(names)} is also pools[{first}]; use each pool once")
         tables[names] = made
     return list(tables.values())
 
 
 def convert(raw: Mapping[str, Any], kind: type[StructT]) -> StructT:
-    """Return a table as a struct. Raises Unusable, with the key, if a key or a value is invalid."""
+    """Return a table as a struct. Raises ConfigError, with the key, if a key or a value is invalid."""
     require_known(raw, kind.__struct_fields__)
     try:
         made = msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        raise Unusable(in_terms_of_keys(invalid_field(raw, kind, error))) from None
+        raise ConfigError(in_terms_of_keys(invalid_field(raw, kind, error))) from None
     for key in kind.__struct_fields__:
         value = getattr(made, key)
         if isinstance(value, float) and not isfinite(value):
-            raise Unusable(f"{key}: must be a finite number, got {value}")
+            raise ConfigError(f"{key}: must be a finite number, got {value}")
     return made
 
 
 def require_known(raw: Mapping[str, Any], keys: Sequence[str]) -> None:
-    """Raise Unusable if a key is not one of `keys`."""
+    """Raise ConfigError if a key is not one of `keys`."""
     for key in raw:
         if key not in keys:
-            raise Unusable(unknown_name("key", key, keys))
+            raise ConfigError(unknown_name("key", key, keys))

@@ -26,7 +26,6 @@ from forebay.cli.planner.planner_file import PlannerFile, pool_tables, read_plan
 from forebay.cli.processes.options import named
 from forebay.core.scaling.state import PoolKey
 from forebay.events.names import unknown_name
-from forebay.ingress.errors import Unusable
 from forebay.live.planner.actuator import ActuatorService
 from forebay.live.planner.observer import PoolObserver
 from forebay.live.planner.planner import Planner, PlannerMetrics
@@ -34,6 +33,7 @@ from forebay.planner.actuators.processes import KILL_AFTER_S, ProcessActuator, P
 from forebay.planner.actuators.worker_directory import DirectoryUnusable, WorkerDirectory
 from forebay.planner.predictors import predictor
 from forebay.planner.simulation import simulator
+from forebay.runtime.errors import ConfigError
 from forebay.transport.kafka.topics import count_topics
 
 if TYPE_CHECKING:  # imports the client of Kubernetes, an extra
@@ -80,26 +80,26 @@ class KubernetesSettings:
 
 
 def read_supervise_file(path: Path) -> ProcessSettings | KubernetesSettings:
-    """Read a file of `forebay planner supervise`. Raises Unusable, with file and key, if it is invalid."""
+    """Read a file of `forebay planner supervise`. Raises ConfigError, with file and key, if it is invalid."""
     try:
         return _settings(path, read_toml(path))
-    except Unusable as error:
-        raise Unusable(f"{path}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _settings(path: Path, raw: Mapping[str, Any]) -> ProcessSettings | KubernetesSettings:
     actuator = raw.get("actuator")
     if actuator is None:
-        raise Unusable(f"the key actuator is missing; expected one of {', '.join(get_args(ActuatorName))}")
+        raise ConfigError(f"the key actuator is missing; expected one of {', '.join(get_args(ActuatorName))}")
     if actuator not in get_args(ActuatorName):
-        raise Unusable(unknown_name("actuator", str(actuator), get_args(ActuatorName)))
+        raise ConfigError(unknown_name("actuator", str(actuator), get_args(ActuatorName)))
     keys = ("actuator", "state", "pools") if actuator == "processes" else ("actuator", "pools")
     require_known(raw, keys)
     if actuator == "kubernetes":
         return KubernetesSettings({(one.group, one.pool): _object(one) for one in pool_tables(raw, KubernetesTable)})
     state = raw.get("state")
     if not isinstance(state, str) or not state:
-        raise Unusable("the key state is missing or not a path; expected a directory, such as state = 'supervisor'")
+        raise ConfigError("the key state is missing or not a path; expected a directory, such as state = 'supervisor'")
     tables = pool_tables(raw, ProcessTable)
     return ProcessSettings(path.parent / state, tuple(_process_pool(table) for table in tables))
 
@@ -107,22 +107,22 @@ def _settings(path: Path, raw: Mapping[str, Any]) -> ProcessSettings | Kubernete
 def _process_pool(table: ProcessTable) -> ProcessPool:
     name = f"{table.group}/{table.pool}"
     if not table.command:
-        raise Unusable(f"{name}: the command is empty; expected a program and its arguments")
+        raise ConfigError(f"{name}: the command is empty; expected a program and its arguments")
     if any("\0" in argument for argument in table.command):
-        raise Unusable(f"{name}: an argument of the command contains a NUL character")
+        raise ConfigError(f"{name}: an argument of the command contains a NUL character")
     if shutil.which(table.command[0]) is None:
-        raise Unusable(f"{name}: the program {table.command[0]!r} was not found; use its path, or add it to PATH")
+        raise ConfigError(f"{name}: the program {table.command[0]!r} was not found; use its path, or add it to PATH")
     return ProcessPool(table.group, table.pool, table.command, table.kill_after_s)
 
 
 def _object(table: KubernetesTable) -> tuple[PodSetKind, str, str]:
     name = f"{table.group}/{table.pool}"
     if bool(table.deployment) == bool(table.statefulset):
-        raise Unusable(f"{name}: expected one of the keys deployment and statefulset")
+        raise ConfigError(f"{name}: expected one of the keys deployment and statefulset")
     kind: PodSetKind = "deployment" if table.deployment else "statefulset"
     namespace, slash, own = (table.deployment or table.statefulset).partition("/")
     if not (namespace and slash and own) or "/" in own:
-        raise Unusable(f'{name}: expected {kind} = "NAMESPACE/NAME", got "{table.deployment or table.statefulset}"')
+        raise ConfigError(f'{name}: expected {kind} = "NAMESPACE/NAME", got "{table.deployment or table.statefulset}"')
     return kind, namespace, own
 
 
@@ -165,7 +165,7 @@ def run_supervise(options: PlannerSuperviseCommand) -> None:
         if isinstance(settings, KubernetesSettings):
             require_extra("kubernetes", "actuator kubernetes", "kubernetes")
         elif sys.platform != "linux":
-            raise Unusable("actuator processes requires Linux, because it identifies processes by /proc")
+            raise ConfigError("actuator processes requires Linux, because it identifies processes by /proc")
         cluster = Cluster(options.kafka.settings(), "", options.service.metrics_host, options.service.metrics_port)
     run_service(_supervise(cluster, settings))
 
@@ -197,11 +197,11 @@ async def _processes(settings: ProcessSettings) -> AsyncIterator[ProcessActuator
     try:
         directory = await WorkerDirectory.open(settings.state)
     except DirectoryUnusable as error:
-        raise Unusable(str(error)) from error
+        raise ConfigError(str(error)) from error
     try:
         yield ProcessActuator(settings.pools, directory, os.environ)
     except DirectoryUnusable as error:
-        raise Unusable(str(error)) from error
+        raise ConfigError(str(error)) from error
     finally:
         directory.close()
 
@@ -215,5 +215,5 @@ def _kubernetes(settings: KubernetesSettings) -> "KubernetesActuator":
     try:
         api = connect(None if in_pod else path)
     except KubernetesUnusable as error:
-        raise Unusable(str(error)) from error
+        raise ConfigError(str(error)) from error
     return KubernetesActuator({pool: PodSet(*names) for pool, names in settings.pools.items()}, api)

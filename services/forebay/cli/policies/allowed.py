@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from forebay.cli.common.options import Option
 from forebay.cli.common.terminal import own_stdout
 from forebay.events.names import unknown_name
-from forebay.ingress.errors import Unusable
+from forebay.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from forebay.core.routing.policies import CustomPolicies
@@ -29,7 +29,7 @@ AllowPolicyOption = Annotated[
 def allowed_policies(allowed: Iterable[str] | None, modes: Iterable[str] = ()) -> "CustomPolicies":
     """Check and import the custom policies that `--allow-policy` and other options name.
 
-    The parsers of the other options have checked `modes`. Raises Unusable if a value names no policy class.
+    The parsers of the other options have checked `modes`. Raises ConfigError if a value names no policy class.
     """
     # Imported here, because --help should not wait for the router.
     from forebay.core.routing.policies import BUILT_IN  # noqa: PLC0415
@@ -38,17 +38,17 @@ def allowed_policies(allowed: Iterable[str] | None, modes: Iterable[str] = ()) -
     wanted = sorted(set(allowed or ()))
     for mode in wanted:
         if mode in BUILT_IN:
-            raise Unusable(f"{ALLOW_POLICY} {mode}: the policy is built in and always allowed; omit the option")
+            raise ConfigError(f"{ALLOW_POLICY} {mode}: the policy is built in and always allowed; omit the option")
         try:
             require_policy(mode)
-        except Unusable as error:
-            raise Unusable(f"{ALLOW_POLICY} {mode}: {error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"{ALLOW_POLICY} {mode}: {error}") from None
     with own_stdout():  # what the imported modules print is no result of the command
         return load_policies([*wanted, *modes])
 
 
 def require_policy(mode: str) -> None:
-    """Raise Unusable unless a router mode is built in, or names a policy class that can be imported."""
+    """Raise ConfigError unless a router mode is built in, or names a policy class that can be imported."""
     # Imported here, because --help should not wait for the router.
     from forebay.core.routing.policies import BUILT_IN  # noqa: PLC0415
     from forebay.replay.policies import PolicyUnusable, load_policy  # noqa: PLC0415
@@ -56,15 +56,15 @@ def require_policy(mode: str) -> None:
     if mode in BUILT_IN:
         return
     if not all(part.isidentifier() for part in mode.split(".")) or "." not in mode:
-        raise Unusable(unknown_name("router mode", mode, (*BUILT_IN, "module.Class")))
+        raise ConfigError(unknown_name("router mode", mode, (*BUILT_IN, "module.Class")))
     if len(mode) > PATH_CHARS_MAX:
-        raise Unusable(f"the path of a policy class has {len(mode)} characters; maximum {PATH_CHARS_MAX}")
+        raise ConfigError(f"the path of a policy class has {len(mode)} characters; maximum {PATH_CHARS_MAX}")
     add_current_directory()
     try:
         with own_stdout():
             load_policy(mode)
     except PolicyUnusable as error:
-        raise Unusable(str(error)) from None
+        raise ConfigError(str(error)) from None
 
 
 def add_current_directory() -> None:

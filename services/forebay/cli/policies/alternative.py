@@ -18,7 +18,7 @@ from forebay.cli.policies.allowed import require_policy
 from forebay.cli.policies.file import named_fields, read_policy_file
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.names import unknown_name
-from forebay.ingress.errors import Unusable
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.field_descriptions import allowed_values, unknown_field
 
 SET = "--set"
@@ -46,7 +46,7 @@ class Change:
     text: str
 
     def of(self, pool: PoolConfigured) -> PoolConfigured:
-        """Return the configuration of a pool with this change, if it applies there. Raises Unusable if invalid."""
+        """Return the configuration of a pool with this change, if it applies there. Raises ConfigError if invalid."""
         if self.pool not in ("", pool.pool):
             return pool
         try:
@@ -55,7 +55,7 @@ class Change:
             router = _replaced(pool.router, self.path.split("."), self.value)
             return msgspec.structs.replace(pool, router=router)
         except ValueError as error:
-            raise Unusable(f"{self.text}: {error}") from None
+            raise ConfigError(f"{self.text}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +90,11 @@ class Alternative:
         return self.base_named | {change.path for change in self.changes if change.pool in ("", pool.pool)}
 
     def require_pools(self, pools: Iterable[PoolConfigured]) -> None:
-        """Raise Unusable if a change names a pool that is not among `pools`."""
+        """Raise ConfigError if a change names a pool that is not among `pools`."""
         known = sorted({pool.pool for pool in pools})
         for change in self.changes:
             if change.pool and change.pool not in known:
-                raise Unusable(f"{change.text}: {unknown_name('pool', change.pool, known)}")
+                raise ConfigError(f"{change.text}: {unknown_name('pool', change.pool, known)}")
 
     def idle(self, pools: Iterable[PoolConfigured], undone: Iterable[str] = ()) -> list[str]:
         """Return the options that have no effect, because they equal the recorded configuration of `pools`.
@@ -137,20 +137,22 @@ class AlternativeOptions:
     ] = None
 
     def alternative(self) -> Alternative:
-        """Return the alternative. Raises Unusable if an option is invalid, or none is given."""
+        """Return the alternative. Raises ConfigError if an option is invalid, or none is given."""
         changes = [_change(text) for text in self.sets or ()]
         if self.policy is not None:
             changes.append(Change("", MODE, self.policy, f"{POLICY} {self.policy}"))
         base = None if self.policy_config is None else read_policy_file(self.policy_config)
         if not changes and base is None:
-            raise Unusable(f"no change; pass {SET} PATH=VALUE, {POLICY} MODE or {POLICY_CONFIG} FILE")
+            raise ConfigError(f"no change; pass {SET} PATH=VALUE, {POLICY} MODE or {POLICY_CONFIG} FILE")
         if len(changes) > CHANGES_MAX:
-            raise Unusable(f"{len(changes)} changes by {SET} exceed the maximum of {CHANGES_MAX}; use {POLICY_CONFIG}")
+            raise ConfigError(
+                f"{len(changes)} changes by {SET} exceed the maximum of {CHANGES_MAX}; use {POLICY_CONFIG}"
+            )
         first: dict[tuple[str, str], Change] = {}
         for change in changes:
             other = first.setdefault((change.pool, change.path), change)
             if other is not change:
-                raise Unusable(f"{other.text} and {change.text} set the same field; pass one of them")
+                raise ConfigError(f"{other.text} and {change.text} set the same field; pass one of them")
             if change.path == MODE:
                 _require_policy(change.value, change.text)
         text = f"{POLICY_CONFIG} {self.policy_config}"
@@ -163,8 +165,8 @@ class AlternativeOptions:
 def _require_policy(mode: str, given: str) -> None:
     try:
         require_policy(mode)
-    except Unusable as error:
-        raise Unusable(f"{given}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{given}: {error}") from None
 
 
 def _change(text: str) -> Change:
@@ -172,11 +174,11 @@ def _change(text: str) -> Change:
     given = f"{SET} {text}"
     where, equals, raw = text.partition("=")
     if not equals:
-        raise Unusable(f"{given}: expected PATH=VALUE, for example temperature=0.2")
+        raise ConfigError(f"{given}: expected PATH=VALUE, for example temperature=0.2")
     pool, _, path = where.rpartition(":")
     kind = FIELDS.get(path)
     if kind is None:
-        raise Unusable(f"{given}: {_no_such_field(path)}")
+        raise ConfigError(f"{given}: {_no_such_field(path)}")
     value = _value(given, kind, raw)
     Change("", path, value, given).of(_ANY_POOL)  # check the limits of this field alone
     return Change(pool, path, value, given)
@@ -196,12 +198,12 @@ def _value(given: str, kind: Any, raw: str) -> Any:
     except (msgspec.DecodeError, RecursionError):
         value = raw
     if unknown := unknown_field(value, kind, "field"):
-        raise Unusable(f"{given}: {unknown}")
+        raise ConfigError(f"{given}: {unknown}")
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
         why = f" ({error})" if isinstance(value, list) else ""
-        raise Unusable(f"{given}: expected {allowed_values(inspect.type_info(kind))}{why}") from None
+        raise ConfigError(f"{given}: expected {allowed_values(inspect.type_info(kind))}{why}") from None
 
 
 def _replaced(part: Any, path: list[str], value: Any) -> Any:

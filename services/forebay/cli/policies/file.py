@@ -8,29 +8,29 @@ import msgspec
 
 from forebay.cli.common.plain_file import kind_of, read_plain_file
 from forebay.events.control import RouterConfig
-from forebay.ingress.errors import Unusable
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.field_descriptions import unknown_field
 
 AT = re.compile(r"(?P<what>.*) - at `\$\.?(?P<where>.*)`", re.DOTALL)
 
 
 def read_policy_file(path: Path) -> RouterConfig:
-    """Read a router configuration from a policy file. Raises Unusable, with file and field, if it is invalid."""
+    """Read a router configuration from a policy file. Raises ConfigError, with file and field, if it is invalid."""
     raw = read_plain_file(path, "policy file")
     if not isinstance(raw, dict):
-        raise Unusable(f"{path}: expected fields of the router configuration, got {kind_of(raw)}")
+        raise ConfigError(f"{path}: expected fields of the router configuration, got {kind_of(raw)}")
     if unknown := unknown_field(raw, RouterConfig, "field"):
-        raise Unusable(f"{path}: {unknown}")
+        raise ConfigError(f"{path}: {unknown}")
     try:
         return msgspec.convert(raw, RouterConfig)
     except msgspec.ValidationError as error:
         found = AT.fullmatch(str(error))
         text = f"{found['where']}: {found['what']}" if found else str(error)
-        raise Unusable(f"{path}: {text}") from None
+        raise ConfigError(f"{path}: {text}") from None
 
 
 def named_fields(path: Path) -> Iterator[str]:
-    """Yield the path of each field in a valid policy file. Raises Unusable for an unreadable file."""
+    """Yield the path of each field in a valid policy file. Raises ConfigError for an unreadable file."""
     parts = [("", read_plain_file(path, "policy file"))]
     for where, part in parts:
         for key, value in part.items():

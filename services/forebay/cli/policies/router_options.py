@@ -15,7 +15,7 @@ from forebay.cli.common.options import Option, declarations_of
 from forebay.cli.policies.allowed import add_current_directory, require_policy
 from forebay.cli.policies.file import named_fields, read_policy_file
 from forebay.events.control import DisaggConfig, QueuePolicy, RouterConfig, RouterMode
-from forebay.ingress.errors import Unusable
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.field_descriptions import invalid_field, unknown_field
 
 MODES = get_args(RouterMode)
@@ -183,26 +183,26 @@ class RouterOptions:
     ] = None
 
     def config(self) -> RouterConfig:
-        """Return the router configuration. Raises Unusable if an option, the policy file or the policy is invalid."""
+        """Return the configuration. Raises ConfigError if an option, the policy file or the policy is invalid."""
         add_current_directory()  # also for a built-in mode: a log that is continued may name an earlier policy
         file = self.router_policy_config
         config = RouterConfig() if file is None else read_policy_file(file)
         config = _serving(config, set() if file is None else set(named_fields(file)))
         if self.load_aware:
             if self.router_mode not in (None, "kv"):
-                raise Unusable(f"--load-aware implies router mode kv and cannot be combined with {self.router_mode}")
+                raise ConfigError(f"--load-aware implies router mode kv and cannot be combined with {self.router_mode}")
             config = msgspec.structs.replace(config, **LOAD_ONLY)
         if self.router_conditional_disagg:
             config = msgspec.structs.replace(config, disagg=self._disagg(config.disagg))
         elif self.router_conditional_disagg_config is not None:
-            raise Unusable("--router-conditional-disagg-config requires --router-conditional-disagg")
+            raise ConfigError("--router-conditional-disagg-config requires --router-conditional-disagg")
         for name, option in ROUTER_OPTIONS.items():
             if option.path and (value := getattr(self, name)) is not None:
                 config = _changed(config, option.path, value, option.flag(name))
         try:
             require_policy(config.mode)
-        except Unusable as error:
-            raise Unusable(f"{file if self.router_mode is None else '--router-mode'}: {error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"{file if self.router_mode is None else '--router-mode'}: {error}") from None
         return config
 
     def _disagg(self, disagg: DisaggConfig) -> DisaggConfig:
@@ -212,16 +212,16 @@ class RouterOptions:
         try:
             changes = msgspec.json.decode(text or "{}")
         except (msgspec.DecodeError, RecursionError):
-            raise Unusable(f"{name}: {text} is not JSON; expected {example}") from None
+            raise ConfigError(f"{name}: {text} is not JSON; expected {example}") from None
         if not isinstance(changes, dict):
-            raise Unusable(f"{name}: expected {example}, got {text}")
+            raise ConfigError(f"{name}: expected {example}, got {text}")
         if unknown := unknown_field(changes, DisaggConfig, "field"):
-            raise Unusable(f"{name}: {unknown}")
+            raise ConfigError(f"{name}: {unknown}")
         fields = {**msgspec.to_builtins(disagg), "policy": "isl_bounding", **changes}
         try:
             return msgspec.convert(fields, DisaggConfig)
         except msgspec.ValidationError as error:
-            raise Unusable(f"{name}: {invalid_field(fields, DisaggConfig, error)}") from None
+            raise ConfigError(f"{name}: {invalid_field(fields, DisaggConfig, error)}") from None
 
 
 ROUTER_OPTIONS: dict[str, RouterOption] = declarations_of(RouterOptions)
@@ -241,7 +241,7 @@ def _changed(config: RouterConfig, path: str, value: Any, flag: str) -> RouterCo
     try:
         part = msgspec.structs.replace(part, **{field: value})
     except ValueError as error:
-        raise Unusable(str(error).replace(field, flag, 1)) from None
+        raise ConfigError(str(error).replace(field, flag, 1)) from None
     except OverflowError:
-        raise Unusable(f"{flag}: the number is too large") from None
+        raise ConfigError(f"{flag}: the number is too large") from None
     return msgspec.structs.replace(config, **({group: part} if group else {field: value}))

@@ -36,9 +36,9 @@ from forebay.cli.processes.tier_options import TierOptions
 from forebay.cli.processes.upstream_options import Upstream
 from forebay.events.control import Role
 from forebay.events.fleet import WorkerSpec
-from forebay.ingress.errors import Unusable
 from forebay.ingress.model import Model, model_name_of
 from forebay.ingress.model_cards import read_card
+from forebay.runtime.errors import ConfigError
 from forebay.transport.base import LeaseError, Leases, Log
 from forebay.transport.directory import Directory
 from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics
@@ -101,10 +101,12 @@ def run_worker(options: WorkerCommand) -> None:
         if servers := options.upstream.upstreams():
             check_options(options.engine)
             if options.tiers != TierOptions():
-                raise Unusable("options of KV tiers cannot be combined with --upstream: the server has its own tiers")
+                raise ConfigError(
+                    "options of KV tiers cannot be combined with --upstream: the server has its own tiers"
+                )
             if options.dp_start_rank or options.kv_host is not None:
                 flag = "--kv-host" if options.kv_host is not None else "--dp-start-rank"
-                raise Unusable(f"{flag} cannot be combined with --upstream")
+                raise ConfigError(f"{flag} cannot be combined with --upstream")
             attached = attachments(servers, options.worker_id)
             settings = UpstreamSettings(
                 engine=options.engine,
@@ -132,15 +134,15 @@ def run_worker(options: WorkerCommand) -> None:
 
 
 def check_options(options: EngineOptions) -> None:
-    """Raise Unusable if an option of an engine is given that has no effect on a server that already runs."""
+    """Raise ConfigError if an option of an engine is given that has no effect on a server that already runs."""
     default = EngineOptions()
     used = {"model", "revision", "model_name", "role", *SIZE_OPTIONS} - {"dp_size"}
     for name in EngineOptions.__dataclass_fields__:
         if name not in used and getattr(options, name) != getattr(default, name):
             flag = f"--{name.replace('_', '-')}"
-            raise Unusable(f"{flag} cannot be combined with --upstream: the server has its own engine options")
+            raise ConfigError(f"{flag} cannot be combined with --upstream: the server has its own engine options")
     if options.role not in ROLES:
-        raise Unusable(f"--role {options.role}: a server that already runs supports {', '.join(ROLES)}")
+        raise ConfigError(f"--role {options.role}: a server that already runs supports {', '.join(ROLES)}")
 
 
 def attachments(upstreams: list[Upstream], worker_id: str) -> list[Attachment]:
@@ -148,7 +150,7 @@ def attachments(upstreams: list[Upstream], worker_id: str) -> list[Attachment]:
     names = [one.name for one in upstreams]
     for upstream in upstreams:
         if names.count(upstream.name) > 1:
-            raise Unusable(f"--upstream {upstream.url}: the server appears twice")
+            raise ConfigError(f"--upstream {upstream.url}: the server appears twice")
     ids = [f"{worker_id}-{at}" if len(upstreams) > 1 else worker_id for at in range(len(upstreams))]
     return [
         Attachment(upstream, named("--id", "worker", given if worker_id else upstream.name))
@@ -166,7 +168,7 @@ async def run_attached(
 ) -> None:
     """Attach the servers, or start the engine of this process if `settings` is None, and serve until a signal.
 
-    Raises EngineError if the engine of this process failed, and Unusable if a server's model has no tokenizer, or an
+    Raises EngineError if the engine of this process failed, and ConfigError if a server's model has no tokenizer, or an
     option contradicts what the server serves.
     """
     registry = process_registry()
@@ -248,7 +250,7 @@ class AttachedWorkers:
                 if lost is None or others is not None:
                     raise
                 problem = str(cause_of(lost))
-            except Unusable as error:
+            except ConfigError as error:
                 if not one.model:
                     raise
                 problem = str(error)
@@ -267,7 +269,7 @@ class AttachedWorkers:
         """Start a worker for a server or an engine, and run it until it is drained.
 
         Raises EngineError if the engine failed, or the server does not respond or serves another model than before, and
-        Unusable if its model has no tokenizer.
+        ConfigError if its model has no tokenizer.
         """
         engine, spec, folder = await self._connected(one) if one.own is None else one.own
         card = await runtime.offload(read_card, folder)
@@ -386,11 +388,11 @@ def _tokenizer_of(info: ServerInfo, options: EngineOptions, url: str) -> Path:
         if named_by_server and (os.path.isdir(named_by_server) or HUB_NAME.fullmatch(named_by_server)):  # noqa: PTH112
             try:
                 found = find_model(named_by_server, None, "", weights=False).directory
-            except Unusable as error:
-                raise Unusable(f"the tokenizer of {url} was not found; set --model: {error}") from None
+            except ConfigError as error:
+                raise ConfigError(f"the tokenizer of {url} was not found; set --model: {error}") from None
             assert found is not None
             return found
-    raise Unusable(
+    raise ConfigError(
         f"the server {url} serves {info.model}, but names no directory or Hugging Face model of this machine"
         f" ({info.root or 'no root'}): set --model to a directory with its tokenizer.json"
     )

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from forebay import runtime
 from forebay.events.topics import GROUPS
-from forebay.ingress.errors import Unusable
 from forebay.ingress.model_cards import read_card
+from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Log, LogError
 from forebay.transport.directory import PARTITION as GROUPS_PARTITION
 from forebay.transport.directory import Directory
@@ -67,7 +67,7 @@ async def _store_again(store: ModelStore, model: str, digest: str, folder: Path)
     """Store the card from the model directory again. Return False if the directory has another card now."""
     try:
         found = await runtime.offload(read_card, folder)
-    except (Unusable, OSError) as error:
+    except (ConfigError, OSError) as error:
         logger.error("the model card %s was removed from the log, and %s cannot be read: %s", digest, folder, error)  # noqa: TRY400
         return False
     if found is None or found[0].digest() != digest:

@@ -29,7 +29,7 @@ from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import FLEET, TOKENS
 from forebay.ingress.catalog import Catalog
 from forebay.ingress.child_process import ChildProcess
-from forebay.ingress.errors import ApiError, Unusable
+from forebay.ingress.errors import ApiError
 from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.front import Front
@@ -46,6 +46,7 @@ from forebay.live.owner.owner import Owner
 from forebay.live.owner.retention import Retention, RetentionMetrics
 from forebay.live.owner.start_check import open_checked
 from forebay.live.router.heartbeats import owner_heartbeat
+from forebay.runtime.errors import ConfigError
 from forebay.transport.directory import Directory
 from forebay.transport.models import ModelStore
 from forebay.transport.redis.leases import embedded_leases
@@ -147,7 +148,7 @@ class _System:
 
 
 def run(settings: EmbeddedSettings, on_ready: OnReady) -> None:
-    """Serve until SIGINT or SIGTERM. Raises Unusable, EngineError or LogError."""
+    """Serve until SIGINT or SIGTERM. Raises ConfigError, EngineError or LogError."""
     # An ingress of several models loads their tokenizers from the log.
     only = Model(settings.models[0].engine.settings.model) if len(settings.models) == 1 else None
     restarts = EngineRestarts()
@@ -404,7 +405,7 @@ async def serving_all(
     tasks: Tasks,
     groups: Iterable[EmbeddedGroup],
 ) -> AsyncIterator[ServedModels]:
-    """Yield all models, with tokenizers from the cards on the log. Raises Unusable if a model cannot be loaded."""
+    """Yield all models, with tokenizers from the cards on the log. Raises ConfigError if a model cannot be loaded."""
     directory, store = Directory(log), ModelStore(log)
     await directory.start()
     await store.start()
@@ -421,5 +422,5 @@ async def serving_all(
             try:
                 await catalog.load(name)
             except ApiError as error:
-                raise Unusable(str(error)) from error
+                raise ConfigError(str(error)) from error
         yield catalog

@@ -23,7 +23,6 @@ from forebay.events.control import DisaggConfig, PoolConfigured, RouterConfig
 from forebay.events.fleet import WorkerSpec
 from forebay.events.models import ModelCard
 from forebay.events.snapshots import IndexBlocks
-from forebay.ingress.errors import Unusable
 from forebay.ingress.group import NO_PREFILL_WORKER, NO_WORKER
 from forebay.ingress.http.endpoint import Endpoint
 from forebay.ingress.model_cards import read_card
@@ -34,6 +33,7 @@ from forebay.live.owner.retention import RetentionLimits
 from forebay.live.owner.start_check import CheckedLog
 from forebay.live.router.standby import Standby
 from forebay.replay.status import GroupStatus, missing_worker, owner_status
+from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Leases, LogSync
 from forebay.transport.models import FILE_BYTES_MAX, stored_card
 from forebay.transport.sqlite.log import SqliteLog
@@ -114,7 +114,7 @@ class EngineRestarts:
 class EmbeddedGroup:
     """Workers and owner of one model of `forebay up`.
 
-    With `has_card`, its model card is stored on the log. Raises Unusable if the model directory has none.
+    With `has_card`, its model card is stored on the log. Raises ConfigError if the model directory has none.
     """
 
     owner: Owner
@@ -226,11 +226,11 @@ class EmbeddedGroup:
 
     @property
     def block_size(self) -> int:
-        """Block size of all workers. Raises Unusable if the workers have different block sizes."""
+        """Block size of all workers. Raises ConfigError if the workers have different block sizes."""
         sizes = sorted({worker.spec.block_size for worker in self.workers})
         if len(sizes) > 1:
             found = " and ".join(map(str, sizes))
-            raise Unusable(
+            raise ConfigError(
                 f"the workers have KV blocks of {found} tokens, but all pools of a model need the same"
                 " block size; give one --block-size"
             )
@@ -259,11 +259,11 @@ class EmbeddedGroup:
 
 
 def _card_of(model: EmbeddedModel) -> tuple[ModelCard, dict[str, bytes]]:
-    """Return the model card and its files. Raises Unusable if the model directory has none."""
+    """Return the model card and its files. Raises ConfigError if the model directory has none."""
     directory = model.engine.settings.model
     found = read_card(directory)
     if found is None:
-        raise Unusable(
+        raise ConfigError(
             f"--model {directory}: expected a tokenizer.json, and files of at most {FILE_BYTES_MAX >> 20} MiB"
             " together, because `forebay up` serves several models"
         )

@@ -77,7 +77,7 @@ class EngineOptions:
     ] = None
 
     def choice(self) -> "EngineChoice":
-        """Return the engine that the options select. Raises Unusable if the options are invalid."""
+        """Return the engine that the options select. Raises ConfigError if the options are invalid."""
         from forebay.cli.processes.engines import choose_engine  # noqa: PLC0415 - --help does not wait for engines
 
         return choose_engine(self)

@@ -22,8 +22,8 @@ from forebay.engine_model.model import EngineConfig
 from forebay.events.control import Role
 from forebay.events.fleet import WorkerSpec
 from forebay.events.names import unknown_name
-from forebay.ingress.errors import Unusable
 from forebay.ingress.model import DEFAULT_MODEL, Model, word_token_ids
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.field_descriptions import invalid_field, unknown_field
 from forebay.simulate.profiles.profile import MOCKER, Profile, load_profile
 from forebay.simulate.profiles.sheets import ProfileUnusable
@@ -96,21 +96,21 @@ class EngineChoice:
 
 
 def choose_engine(options: EngineOptions) -> EngineChoice:
-    """Return the selected engine. Sizes that are None are left to it. Raises Unusable if an option is invalid."""
+    """Return the selected engine. Sizes that are None are left to it. Raises ConfigError if an option is invalid."""
     kv = {name: value for name in KV_OPTIONS if (value := getattr(options, name)) is not None}
     _require_engine(options.engine, options.model)
     _require_own(options.engine, {name: getattr(options, name) for name in MOCK_ONLY} | kv)
     if options.role not in get_args(Role):
-        raise Unusable(f"--role: {unknown_name('role', options.role, get_args(Role))}")
+        raise ConfigError(f"--role: {unknown_name('role', options.role, get_args(Role))}")
     if options.speedup is not None and not (math.isfinite(options.speedup) and options.speedup > 0):
-        raise Unusable(f"--speedup must be a positive number, not {options.speedup}")
+        raise ConfigError(f"--speedup must be a positive number, not {options.speedup}")
     try:
         profile = load_profile(options.engine_profile or MOCKER)
     except ProfileUnusable as error:
-        raise Unusable(f"--engine-profile: {error}") from None
+        raise ConfigError(f"--engine-profile: {error}") from None
     is_real = options.engine != MOCK
     if options.kv_store_name and options.engine not in SHARING:
-        raise Unusable(f"--kv-store-name requires --engine {' or '.join(SHARING)}, got {options.engine}")
+        raise ConfigError(f"--kv-store-name requires --engine {' or '.join(SHARING)}, got {options.engine}")
     directory, called = find_model(options.model, options.revision, options.model_name, weights=is_real)
     loras = names("--lora", options.lora)
     directories = _directories(loras) if is_real else {}
@@ -140,35 +140,37 @@ def choose_engine(options: EngineOptions) -> EngineChoice:
 
 def _require_engine(engine: str, model: str | None) -> None:
     if engine not in ENGINES and ":" not in engine:
-        raise Unusable(f"--engine: {unknown_name('engine', engine, (*ENGINES, 'FILE.py:Class'))}")
+        raise ConfigError(f"--engine: {unknown_name('engine', engine, (*ENGINES, 'FILE.py:Class'))}")
     if engine in ADAPTERS and model is None:
-        raise Unusable(f"the {engine} engine requires --model, a model directory with weights or ORG/NAME")
+        raise ConfigError(f"the {engine} engine requires --model, a model directory with weights or ORG/NAME")
     for package in ADAPTERS[engine].packages if engine in ADAPTERS else ():
         if find_spec(package) is None:
-            raise Unusable(
+            raise ConfigError(
                 f"the {engine} engine requires the package {package}; install it with: pip install 'forebay[{engine}]'"
                 " (docs/install.md lists tested versions and requirements)"
             )
 
 
 def _require_own(engine: str, given: Mapping[str, object]) -> None:
-    """Raise Unusable if an option is given that the selected engine does not support."""
+    """Raise ConfigError if an option is given that the selected engine does not support."""
     for name in [name for name, value in given.items() if value is not None]:
         flag = f"--{name.replace('_', '-')}"
         if engine != MOCK:
-            raise Unusable(f"{flag} requires --engine mock: {engine} {MOCK_ONLY.get(name, OWN_KV_TRANSFER)}")
+            raise ConfigError(f"{flag} requires --engine mock: {engine} {MOCK_ONLY.get(name, OWN_KV_TRANSFER)}")
 
 
 def tiered(choice: EngineChoice, tiers: TierSettings | None) -> EngineChoice:
-    """Return the engine choice with KV tiers. Raises Unusable if the engine has none."""
+    """Return the engine choice with KV tiers. Raises ConfigError if the engine has none."""
     if tiers is None:
         return choice
     if choice.engine not in TIERED:
-        raise Unusable(f"KV tiers require --engine {' or '.join(TIERED)}, got {choice.label}")
+        raise ConfigError(f"KV tiers require --engine {' or '.join(TIERED)}, got {choice.label}")
     if choice.settings.role == "encode":
-        raise Unusable("--role encode: an encode worker has no KV, so remove the options of KV tiers")
+        raise ConfigError("--role encode: an encode worker has no KV, so remove the options of KV tiers")
     if choice.settings.kv_store_name and tiers.store:
-        raise Unusable("--kv-store-name names the storage of the engine's own connector; --kv-tier store names itself")
+        raise ConfigError(
+            "--kv-store-name names the storage of the engine's own connector; --kv-tier store names itself"
+        )
     return choice.with_settings(tiers=tiers)
 
 
@@ -184,13 +186,13 @@ def reached_at(choice: EngineChoice, kv_host: str | None, kafka: str) -> EngineC
     """Return the engine choice with the address from which other workers fetch KV of this engine.
 
     A `kv_host` of None selects the local address of connections to the bootstrap servers `kafka`: loopback if Kafka
-    runs on this machine, otherwise an address in the network that the machines share. Raises Unusable if the address is
-    invalid, or other workers cannot fetch KV from this engine.
+    runs on this machine, otherwise an address in the network that the machines share. Raises ConfigError if the
+    address is invalid, or other workers cannot fetch KV from this engine.
     """
     settings = choice.settings
     disaggregated = settings.role in DISAGGREGATED
     if kv_host is not None and not (disaggregated and choice.engine in REACHED):
-        raise Unusable(f"--kv-host requires --role {' or '.join(DISAGGREGATED)} and --engine {' or '.join(REACHED)}")
+        raise ConfigError(f"--kv-host requires --role {' or '.join(DISAGGREGATED)} and --engine {' or '.join(REACHED)}")
     if kv_host is None and not disaggregated:
         return choice
     try:
@@ -199,7 +201,7 @@ def reached_at(choice: EngineChoice, kv_host: str | None, kafka: str) -> EngineC
         return choice.with_settings(near_host=address_towards(kafka.split(",")))
     except ValueError as error:
         option = f"--kafka {kafka}" if kv_host is None else f"--kv-host {kv_host}"
-        raise Unusable(f"{option}: {error}") from None
+        raise ConfigError(f"{option}: {error}") from None
 
 
 def built(
@@ -212,7 +214,7 @@ def built(
 ) -> tuple[Engine, WorkerSpec]:
     """Build an engine without starting it, and the spec of its worker. Sizes that only a started engine knows are 1.
 
-    Raises Unusable if the user's service cannot be loaded.
+    Raises ConfigError if the user's service cannot be loaded.
     """
     settings = choice.settings
     spec = WorkerSpec(
@@ -240,9 +242,9 @@ def built(
     try:
         service = load_service(choice.engine)
     except EngineError as error:  # bad input, because no engine was started
-        raise Unusable(str(error)) from None
+        raise ConfigError(str(error)) from None
     if settings.role != "aggregated":
-        raise Unusable(
+        raise ConfigError(
             f"--role {settings.role}: {choice.label} is a service, and services support only the role aggregated"
         )
     return ServiceEngine(service, settings), msgspec.structs.replace(spec, pool=pool or service.pool)
@@ -251,7 +253,7 @@ def built(
 def _encoder(choice: EngineChoice) -> Encoder:
     if choice.is_mock:
         return StandInEncoder()
-    raise Unusable(f"--role encode: the {choice.label} engine has no encoder; use --engine {MOCK}, a stand-in")
+    raise ConfigError(f"--role encode: the {choice.label} engine has no encoder; use --engine {MOCK}, a stand-in")
 
 
 def _mock(choice: EngineChoice, spec: WorkerSpec) -> tuple[Engine, WorkerSpec]:
@@ -267,7 +269,7 @@ def _mock(choice: EngineChoice, spec: WorkerSpec) -> tuple[Engine, WorkerSpec]:
         vocabulary, scripts = _output_of(settings.model)
         config = EngineConfig(vocabulary=vocabulary, timing=choice.profile.timing, **given)
     except ValueError as error:
-        raise Unusable(str(error)) from None
+        raise ConfigError(str(error)) from None
     engine = MockEngine(
         config,
         dp_size=settings.dp_size,
@@ -299,7 +301,7 @@ def _kv_interface(settings: EngineSettings) -> str:
     try:
         return interface_of(settings.kv_host)
     except ValueError as error:
-        raise Unusable(f"--kv-host: {error}") from None
+        raise ConfigError(f"--kv-host: {error}") from None
 
 
 @cache
@@ -323,20 +325,20 @@ def _directories(loras: Sequence[str]) -> dict[str, Path]:
     for text in loras:
         name, equals, directory = text.partition("=")
         if not (name and equals and directory):
-            raise Unusable(f"--lora {text}: expected NAME=DIR, the name and the directory of the adapter")
+            raise ConfigError(f"--lora {text}: expected NAME=DIR, the name and the directory of the adapter")
         if name in found:
-            raise Unusable(f"--lora {text}: the name {name} appears twice")
+            raise ConfigError(f"--lora {text}: the name {name} appears twice")
         found[name] = directory_of(directory, f"--lora {text}", weights=True)
     return found
 
 
 def _mock_arguments(raw: Mapping[str, Any]) -> MockArguments:
     if unknown := unknown_field(raw, MockArguments, "argument"):
-        raise Unusable(f"--engine-args: {unknown}")
+        raise ConfigError(f"--engine-args: {unknown}")
     try:
         return msgspec.convert(raw, MockArguments)
     except msgspec.ValidationError as error:
-        raise Unusable(f"--engine-args: {invalid_field(raw, MockArguments, error)}") from None
+        raise ConfigError(f"--engine-args: {invalid_field(raw, MockArguments, error)}") from None
 
 
 def _arguments(text: str) -> Mapping[str, Any]:
@@ -345,11 +347,11 @@ def _arguments(text: str) -> Mapping[str, Any]:
         try:
             raw = msgspec.json.decode(text)
         except msgspec.DecodeError as error:
-            raise Unusable(f"--engine-args: {error}") from None
+            raise ConfigError(f"--engine-args: {error}") from None
         source = "--engine-args"
     else:
         raw, source = read_plain_file(Path(text), "file of arguments"), text
     if not isinstance(raw, dict) or not all(isinstance(name, str) for name in raw):
         what = "a mapping with other keys" if isinstance(raw, dict) else kind_of(raw)
-        raise Unusable(f"{source}: expected a mapping of argument names to values, got {what}")
+        raise ConfigError(f"{source}: expected a mapping of argument names to values, got {what}")
     return raw

@@ -13,9 +13,9 @@ from forebay.cli.common.credentials import (
 )
 from forebay.cli.common.options import Option
 from forebay.cli.processes.options import names
-from forebay.ingress.errors import Unusable
 from forebay.ingress.http import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
 from forebay.ingress.media.tokens import MediaSettings
+from forebay.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from forebay.ingress.http.endpoint import Endpoint
@@ -80,7 +80,7 @@ class HttpOptions:
     timeout_s: Annotated[float, Option(min=0.001, max=86_400, help="Timeout of a request in seconds.")] = 600.0
 
     def settings(self, **others: Any) -> "IngressSettings":
-        """Return the settings of an ingress, with `others` by field. Raises Unusable if an option is invalid."""
+        """Return the settings of an ingress, with `others` by field. Raises ConfigError if an option is invalid."""
         # Imported here, so that other commands do not wait for an HTTP server to load.
         from forebay.ingress.http.guards import allowed_origins  # noqa: PLC0415
         from forebay.ingress.settings import IngressSettings  # noqa: PLC0415
@@ -102,11 +102,11 @@ class HttpOptions:
         )
 
     def endpoint(self, host: str, port: int) -> "Endpoint":
-        """Return the address at which an ingress serves HTTP. Raises Unusable if the certificate cannot be used."""
+        """Return the address at which an ingress serves HTTP. Raises ConfigError if the certificate cannot be used."""
         from forebay.ingress.http.endpoint import Endpoint, TlsFiles  # noqa: PLC0415
 
         if self.ssl_certfile is None and self.ssl_keyfile is not None:
-            raise Unusable("--ssl-keyfile requires --ssl-certfile")
+            raise ConfigError("--ssl-keyfile requires --ssl-certfile")
         return Endpoint(
             host=host,
             port=port,

@@ -28,7 +28,6 @@ from forebay.cli.processes.model_source import find_model
 from forebay.cli.processes.options import adapters, named, names
 from forebay.events.topics import TOKENS
 from forebay.ingress.catalog import Catalog
-from forebay.ingress.errors import Unusable
 from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.front import Front
@@ -47,6 +46,7 @@ from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.served import OneModel, ServedModels
 from forebay.ingress.settings import ALL_MODELS, IngressSettings
 from forebay.replay.status import GroupStatus, with_heartbeats
+from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Log
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import OWNER_SILENT_S, HeartbeatMetrics, RouterHeartbeats
@@ -100,7 +100,7 @@ class _IngressLeases:
     def _on_replaced(self, _: str) -> None:
         if not self.replaced.done():
             text = f"another ingress with the id {self._settings.ingress_id} runs; give each its own --id"
-            self.replaced.set_exception(Unusable(text))
+            self.replaced.set_exception(ConfigError(text))
 
 
 async def _until_draining(part: Awaitable[None], drain: IngressDrain) -> None:

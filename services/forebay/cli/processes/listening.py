@@ -17,7 +17,7 @@ Hosts = frozenset[str] | None  # as `allowed_hosts` returns them
 def listening(endpoint: Endpoint, settings: IngressSettings) -> Iterator[tuple[socket.socket, Hosts]]:
     """Yield a listening socket and the accepted values of the header `Host`.
 
-    Raises Unusable if the address cannot be used, or other machines need an API key and there is none.
+    Raises ConfigError if the address cannot be used, or other machines need an API key and there is none.
     """
     with listen(endpoint.host, endpoint.port) as listener:
         address = listener.getsockname()[0]

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import httpx
 
-from forebay.ingress.errors import Unusable
 from forebay.ingress.model import model_name_of
 from forebay.ingress.model_cards import TOKENIZER_FILES
+from forebay.runtime.errors import ConfigError
 
 LOG = logging.getLogger(__name__)
 
@@ -42,12 +42,12 @@ class ModelSource(NamedTuple):
 def find_model(model: str | None, revision: str | None, name: str, *, weights: bool) -> ModelSource:
     """Return the model that the options name, and download it if it is on the Hub and not in the cache.
 
-    An empty `name` selects the default: ORG/NAME, or the name of the directory. Raises Unusable if there is no such
+    An empty `name` selects the default: ORG/NAME, or the name of the directory. Raises ConfigError if there is no such
     model, it cannot be downloaded, or its name is invalid.
     """
     is_hub = model is not None and not Path(model).is_dir() and HUB_NAME.fullmatch(model) is not None
     if revision is not None and not is_hub:
-        raise Unusable(f"--revision {revision} requires --model ORG/NAME, a model on the Hugging Face Hub")
+        raise ConfigError(f"--revision {revision} requires --model ORG/NAME, a model on the Hugging Face Hub")
     if model is None:
         return ModelSource(None, model_name_of(None, name))
     if is_hub:
@@ -60,13 +60,13 @@ def directory_of(text: str, option: str, revision: str | None = None, *, weights
     """Return the directory of a model or an adapter, and download it if it is on the Hub and not in the cache.
 
     A `revision` of None selects the default branch. The cached files of an adapter (`is_model` false) are not checked.
-    Raises Unusable if `text` is neither a directory nor on the Hub, cannot be downloaded, or is cached only in part.
+    Raises ConfigError if `text` is neither a directory nor on the Hub, cannot be downloaded, or is cached only in part.
     """
     if Path(text).is_dir():
         return Path(text)
     missing = f"{option}: no such directory {text}"
     if HUB_NAME.fullmatch(text) is None:
-        raise Unusable(f"{missing}; expected a directory, or ORG/NAME for a model on the Hugging Face Hub")
+        raise ConfigError(f"{missing}; expected a directory, or ORG/NAME for a model on the Hugging Face Hub")
     directory = _download(text, revision, missing, weights=weights, is_model=is_model)
     LOG.info("%s is at commit %s", text, directory.name)
     return directory
@@ -107,7 +107,7 @@ def _download(repository: str, revision: str | None, missing: str, *, weights: b
         problem = f"{where}, and {'HF_HUB_OFFLINE is set' if constants.is_offline_mode() else reason}"
     except (httpx.RequestError, httpx.InvalidURL, ImportError, OSError, ValueError) as error:
         problem = f"cannot download {repository} from {at}: {_first_line(error)}"
-    raise Unusable(f"{missing}, and {problem}")
+    raise ConfigError(f"{missing}, and {problem}")
 
 
 def _absent(directory: Path, *, weights: bool) -> str:

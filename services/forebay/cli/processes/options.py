@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 from forebay.cli.common.options import Option
 from forebay.events.names import Kind, NameInvalid, require_adapter, require_name, unknown_name
 from forebay.events.pools import PoolRouting
-from forebay.ingress.errors import Unusable
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.pool_routing_file import PoolRoutingUnusable, read_pool_routing, routing_of
 
 NAME_CHARS_MAX = 256  # the maximum length of a name in an event
@@ -66,51 +66,51 @@ class SnapshotOptions:
 
 
 def names(flag: str, given: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the values of a repeatable option. Raises Unusable if a value is empty, too long or a duplicate."""
+    """Return the values of a repeatable option. Raises ConfigError if a value is empty, too long or a duplicate."""
     for name in given or ():
         if not 1 <= len(name) <= NAME_CHARS_MAX:
-            raise Unusable(f"{flag} {name[:32]!r}: a name has 1 to {NAME_CHARS_MAX} characters, got {len(name)}")
+            raise ConfigError(f"{flag} {name[:32]!r}: a name has 1 to {NAME_CHARS_MAX} characters, got {len(name)}")
     values = tuple(dict.fromkeys(given or ()))
     if len(values) < len(given or ()):
         twice = next(name for name in values if (given or ()).count(name) > 1)
-        raise Unusable(f"{flag} {twice}: the name appears twice; use each name once")
+        raise ConfigError(f"{flag} {twice}: the name appears twice; use each name once")
     return values
 
 
 def named(flag: str, kind: Kind, name: str) -> str:
-    """Return `name` if it is a valid name for its kind. Otherwise raise Unusable with the option `flag`."""
+    """Return `name` if it is a valid name for its kind. Otherwise raise ConfigError with the option `flag`."""
     try:
         return require_name(kind, name)
     except NameInvalid as error:
-        raise Unusable(f"{flag}: {error}") from error
+        raise ConfigError(f"{flag}: {error}") from error
 
 
 def adapters(loras: Sequence[str], model: str) -> tuple[str, ...]:
-    """Return the names of the LoRA adapters of `model`. Raises Unusable if a name is invalid."""
+    """Return the names of the LoRA adapters of `model`. Raises ConfigError if a name is invalid."""
     try:
         return tuple(require_adapter(name, model) for name in loras)
     except NameInvalid as error:
-        raise Unusable(f"--lora: {error}") from error
+        raise ConfigError(f"--lora: {error}") from error
 
 
 def pool_routing_of(path: Path, model: str) -> PoolRouting:
-    """Return the rules for the pools of a model in a file. Raises Unusable if it is invalid or has no such model."""
+    """Return the rules for the pools of a model in a file. Raises ConfigError if it is invalid or has no such model."""
     try:
         return routing_of(path, model)
     except PoolRoutingUnusable as error:
-        raise Unusable(f"--pool-routing: {error}") from error
+        raise ConfigError(f"--pool-routing: {error}") from error
 
 
 def pool_routing_by_model(path: Path | None) -> dict[str, PoolRouting]:
-    """Return the rules in a file by model; none without a file. Raises Unusable if the file is invalid."""
+    """Return the rules in a file by model; none without a file. Raises ConfigError if the file is invalid."""
     try:
         return {} if path is None else read_pool_routing(path)
     except PoolRoutingUnusable as error:
-        raise Unusable(f"--pool-routing: {error}") from error
+        raise ConfigError(f"--pool-routing: {error}") from error
 
 
 def placed_taints(given: Sequence[str], workers: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return each worker's taints from values LABEL (for all) or WORKER:LABEL. Raises Unusable if one is invalid."""
+    """Return each worker's taints from values LABEL (for all) or WORKER:LABEL. Raises ConfigError if one is invalid."""
     labels: dict[str, dict[str, None]] = {worker: {} for worker in workers}
     kinds = {worker.rstrip(string.digits): worker for worker in workers}  # the last worker of each kind
     of_one = re.compile(rf"((?:{'|'.join(map(re.escape, kinds))})\d+):(.*)", re.DOTALL)
@@ -121,9 +121,9 @@ def placed_taints(given: Sequence[str], workers: Sequence[str]) -> dict[str, tup
                 every[text] = None
         elif one[1] not in labels:
             known = [f"{kind}0 to {last}" for kind, last in kinds.items()]
-            raise Unusable(f"--taint {text}: {unknown_name('worker', one[1], known)}")
+            raise ConfigError(f"--taint {text}: {unknown_name('worker', one[1], known)}")
         elif not one[2]:
-            raise Unusable(f"--taint {text}: the label is empty; expected WORKER:LABEL")
+            raise ConfigError(f"--taint {text}: the label is empty; expected WORKER:LABEL")
         else:
             labels[one[1]][one[2]] = None
     return {worker: tuple(own) for worker, own in labels.items()}

@@ -43,7 +43,7 @@ def run_router(options: RouterCommand) -> None:
 
 
 def router_settings(options: RouterCommand) -> RouterSettings:
-    """Return the settings of a router, before the sizes of its topics are known. Raises Unusable if one is invalid."""
+    """Return the settings of a router, before its topics are counted. Raises ConfigError if one is invalid."""
     config = options.router.config()
     accepts_loss = options.take_over_at_last_snapshot
     return RouterSettings(

@@ -22,7 +22,7 @@ import click
 
 from forebay.cli.common.errors import complain, explained
 from forebay.cli.processes.command import ServeCommand
-from forebay.ingress.errors import Unusable
+from forebay.runtime.errors import ConfigError
 from forebay.workers.engine import EngineError
 from forebay.workers.service import Service, load_service
 
@@ -45,7 +45,7 @@ def run_serve(options: ServeCommand) -> None:
         try:
             made = load_service(options.service)
         except EngineError as error:  # bad input, because no engine was started
-            raise Unusable(str(error)) from None
+            raise ConfigError(str(error)) from None
         found = shares(
             made,
             options.workers or made.workers,
@@ -69,15 +69,15 @@ def devices(environment: Mapping[str, str], folder: Path) -> list[str]:
 def shares(
     service: Service, workers: int, worker_id: str, metrics_port: int | None, gpus: Sequence[str]
 ) -> list[Share]:
-    """Divide GPUs and ports among the worker processes. Raises Unusable if there are too few of them."""
+    """Divide GPUs and ports among the worker processes. Raises ConfigError if there are too few of them."""
     each = service.resources.gpu
     if workers * each > len(gpus):
-        raise Unusable(
+        raise ConfigError(
             f"{service.name}: {workers} workers with {each} GPUs each need {workers * each}, and {len(gpus)} are "
             "visible; start fewer workers, or list more GPUs in CUDA_VISIBLE_DEVICES"
         )
     if metrics_port is not None and metrics_port + workers > 65_536:
-        raise Unusable(
+        raise ConfigError(
             f"--metrics-port {metrics_port}: {workers} workers need ports above the maximum of 65535; choose a lower "
             "port"
         )

@@ -10,7 +10,7 @@ from forebay.cli.common.options import Option
 from forebay.cli.common.sources import without_passwords
 from forebay.cli.common.times import size
 from forebay.events.names import unknown_name
-from forebay.ingress.errors import Unusable
+from forebay.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from forebay.workers.kv_tiers.settings import TierSettings
@@ -42,7 +42,7 @@ class TierOptions:
     ] = None
 
     def settings(self) -> "TierSettings | None":
-        """Return the tiers, None without one. An invalid size ends the command. Raises Unusable for other faults."""
+        """Return the tiers, None without one. An invalid size ends the command. Raises ConfigError for other faults."""
         if not self.kv_tier:
             return None
         # Imported here, because --help does not wait for stores.
@@ -63,19 +63,19 @@ class TierOptions:
 
 
 def parsed_tiers(given: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return the values of each tier by kind and key. Raises Unusable if a value of `--kv-tier` is invalid."""
+    """Return the values of each tier by kind and key. Raises ConfigError if a value of `--kv-tier` is invalid."""
     found: dict[str, dict[str, str]] = {}
     for text in given:
         kind, _, rest = text.partition(":")
         shown = without_passwords(text)
         if kind not in KEYS:
-            raise Unusable(f"--kv-tier {shown}: {unknown_name('kind of tier', kind, KEYS)}")
+            raise ConfigError(f"--kv-tier {shown}: {unknown_name('kind of tier', kind, KEYS)}")
         if kind in found:
-            raise Unusable(f"--kv-tier {shown}: there is another {kind} tier; give all its keys in one option")
+            raise ConfigError(f"--kv-tier {shown}: there is another {kind} tier; give all its keys in one option")
         found[kind] = _values(text, KEYS[kind], rest)
     for key in VALUES:
         if len({tier[key] for tier in found.values() if key in tier}) > 1:
-            raise Unusable(f"--kv-tier: the tiers of a worker have one value of {key}")
+            raise ConfigError(f"--kv-tier: the tiers of a worker have one value of {key}")
     return found
 
 
@@ -84,13 +84,13 @@ def _values(text: str, keys: Sequence[str], rest: str) -> dict[str, str]:
     for part in KEY.split(rest):
         key, equals, value = part.partition("=")
         if key not in keys and equals:
-            raise Unusable(f"--kv-tier {shown}: {unknown_name('key', key, keys)}")
+            raise ConfigError(f"--kv-tier {shown}: {unknown_name('key', key, keys)}")
         if not value or value not in VALUES.get(key, (value,)):
             expected = f"one of {', '.join(VALUES[key])}" if key in VALUES else "KEY=VALUE"
-            raise Unusable(f"--kv-tier {shown}: expected {expected}, got {without_passwords(part)!r}")
+            raise ConfigError(f"--kv-tier {shown}: expected {expected}, got {without_passwords(part)!r}")
         values[key] = value
     if keys[0] not in values:
-        raise Unusable(f"--kv-tier {shown}: the key {keys[0]} is missing")
+        raise ConfigError(f"--kv-tier {shown}: the key {keys[0]} is missing")
     return values
 
 
@@ -100,15 +100,17 @@ def _bytes(kind: str, tier: dict[str, str], default: int) -> int:
 
 def _directory(kind: str, text: str) -> str:
     if Path(text).exists() and not Path(text).is_dir():
-        raise Unusable(f"--kv-tier {kind}:path={text}: not a directory")
+        raise ConfigError(f"--kv-tier {kind}:path={text}: not a directory")
     return text
 
 
 def _store(text: str, endpoint: str) -> str:
-    """Return the path of a store. Raises Unusable if it is neither a directory nor a bucket."""
+    """Return the path of a store. Raises ConfigError if it is neither a directory nor a bucket."""
     scheme, separator, rest = text.partition("://")
     if endpoint and not (separator and endpoint.startswith(("http://", "https://"))):
-        raise Unusable(f"--kv-tier store:endpoint={endpoint}: expected http://HOST:PORT, of a path s3://BUCKET/PREFIX")
+        raise ConfigError(
+            f"--kv-tier store:endpoint={endpoint}: expected http://HOST:PORT, of a path s3://BUCKET/PREFIX"
+        )
     if separator and (scheme != "s3" or not rest.partition("/")[0]):
-        raise Unusable(f"--kv-tier store:path={text}: unsupported store; expected a directory or s3://BUCKET/PREFIX")
+        raise ConfigError(f"--kv-tier store:path={text}: unsupported store; expected a directory or s3://BUCKET/PREFIX")
     return text if separator else _directory("store", text)

@@ -21,10 +21,10 @@ from forebay.cli.processes.tier_options import TierOptions
 from forebay.cli.processes.up_models import EmbeddedModel, choose_models
 from forebay.console.settings import ConsoleSettings
 from forebay.events.control import DisaggConfig, Role, RouterConfig
-from forebay.ingress.errors import Unusable
 from forebay.ingress.http.endpoint import Endpoint
 from forebay.ingress.settings import ALL_MODELS, IngressSettings
 from forebay.live.owner.retention import RetentionLimits
+from forebay.runtime.errors import ConfigError
 from forebay.workers.kv_transfer.api import NIXL
 
 # Layers of which `up` logs warnings only, because its own lines describe the workers.
@@ -80,11 +80,11 @@ def _limits(log: LogOptions) -> RetentionLimits:
 def _console(
     options: UpCommand, model: str, ingress: IngressSettings, endpoint: Endpoint, policies: Iterable[str]
 ) -> ConsoleSettings | None:
-    """Return the settings of the console, None without one. Raises Unusable if there is no log file."""
+    """Return the settings of the console, None without one. Raises ConfigError if there is no log file."""
     if not options.console.console:
         return None
     if options.log.log is None:
-        raise Unusable("--console requires --log FILE, because the console is another process")
+        raise ConfigError("--console requires --log FILE, because the console is another process")
     url = endpoint.own_url if ingress.admin_token else ""
     return beside(options.log.log, model, options.console.console_port, url, tuple(policies))
 

@@ -17,7 +17,7 @@ from forebay.cli.processes.tier_options import TierOptions
 from forebay.events.control import Role
 from forebay.events.names import unknown_name
 from forebay.events.pools import PoolRouting
-from forebay.ingress.errors import Unusable
+from forebay.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from forebay.cli.processes.engines import EngineChoice
@@ -133,8 +133,8 @@ class WorkerOptions:
     def routing(self, model: str, places: Iterable[WorkerPlace], *, is_only: bool) -> PoolRouting | None:
         """Return the rules for the pools of a model in the file of `--pool-routing`, None without a file.
 
-        If the model `is_only`, the file must have rules for it. Raises Unusable if the file is invalid, or names a pool
-        without workers.
+        If the model `is_only`, the file must have rules for it. Raises ConfigError if the file is invalid, or names a
+        pool without workers.
         """
         if self.pool_routing is None:
             return None
@@ -148,19 +148,19 @@ class WorkerOptions:
             known = list(dict.fromkeys(place.pool for place in places if place.role == grid.role))
             for name in (one.pool for one in grid.pools):
                 if name not in known:
-                    raise Unusable(f"--pool-routing {self.pool_routing}: {unknown_name('pool', name, known)}")
+                    raise ConfigError(f"--pool-routing {self.pool_routing}: {unknown_name('pool', name, known)}")
         return found
 
 
 def _pools(given: Sequence[str]) -> dict[str, int]:
-    """Return the number of workers of each pool. Raises Unusable if a value of --pool-workers is invalid."""
+    """Return the number of workers of each pool. Raises ConfigError if a value of --pool-workers is invalid."""
     found: dict[str, int] = {}
     for text in given:
         name, _, count = text.partition("=")
         if not count.isdecimal() or not 1 <= int(count[:6]) <= RANKS_MAX:
-            raise Unusable(f"--pool-workers {text}: expected NAME=COUNT, a pool and its number of workers from 1")
+            raise ConfigError(f"--pool-workers {text}: expected NAME=COUNT, a pool and its number of workers from 1")
         if named("--pool-workers", "pool", name) in found:
-            raise Unusable(f"--pool-workers {text}: the name {name} appears twice")
+            raise ConfigError(f"--pool-workers {text}: the name {name} appears twice")
         found[name] = int(count)
     return found
 
@@ -174,7 +174,7 @@ class ModelsOptions(EngineOptions):
     ) -> list[tuple[EngineOptions, WorkerOptions]]:
         """Return the options of each model: of each `[[models]]` table, or without tables of each `--model`.
 
-        Raises Unusable if an option of one model is given for several.
+        Raises ConfigError if an option of one model is given for several.
         """
         models: list[str | None] = [*(self.model or ())] or [None]
         given = tables or [{"model": model} for model in models]
@@ -182,7 +182,7 @@ class ModelsOptions(EngineOptions):
         for name in OF_ONE_MODEL if len(given) > 1 else ():
             if common[name]:
                 flag = f"--{name.replace('_', '-')}"
-                raise Unusable(
+                raise ConfigError(
                     f"{flag} {_shown(common[name])} cannot apply to {len(given)} models; set {flag[2:]} in a [[models]]"
                     " table of --config for each model"
                 )
@@ -198,15 +198,15 @@ class ModelsOptions(EngineOptions):
 def choose_models(
     options: ModelsOptions, workers: WorkerOptions, tiers: TierOptions, tables: Sequence[Mapping[str, Any]]
 ) -> tuple[EmbeddedModel, ...]:
-    """Return the models to serve. Raises Unusable if options are invalid, contradictory, or fit no model."""
+    """Return the models to serve. Raises ConfigError if options are invalid, contradictory, or fit no model."""
     from forebay.cli.processes.engines import tiered  # noqa: PLC0415 - --help does not wait for engines
 
     chosen, of_ranks = [], tiers.settings()
     for number, (engine_options, counts) in enumerate(options.of_each(tables, workers), start=1):
         try:
             engine = tiered(engine_options.choice(), of_ranks)
-        except Unusable as error:
-            raise Unusable(f"[[models]] table {number}: {error}" if tables else str(error)) from error
+        except ConfigError as error:
+            raise ConfigError(f"[[models]] table {number}: {error}" if tables else str(error)) from error
         chosen.append((engine, counts.counts(engine)))
     _require_names([engine for engine, _ in chosen])
     _require_ranks(chosen, workers)
@@ -220,13 +220,13 @@ def choose_models(
 
 
 def _require_names(engines: Sequence["EngineChoice"]) -> None:
-    """Raise Unusable if two models or adapters have one name, because requests name them by it."""
+    """Raise ConfigError if two models or adapters have one name, because requests name them by it."""
     used: dict[str, str] = {}
     for engine in engines:
         directory = f"the model in {engine.settings.model}"
         for name in (engine.settings.model_name, *engine.loras):
             if name in used:
-                raise Unusable(
+                raise ConfigError(
                     f"{used[name]} and {directory} both serve the name {name}; set model-name or lora in [[models]]"
                     " tables of --config, so that each model and adapter has its own name"
                 )

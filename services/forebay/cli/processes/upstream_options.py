@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from forebay.cli.common.credentials import FILE_BYTES_MAX, read_text
 from forebay.cli.common.options import Option
-from forebay.ingress.errors import Unusable
+from forebay.runtime.errors import ConfigError
 
 UPSTREAMS_MAX = 64  # each has a worker in this process
 
@@ -56,7 +56,7 @@ class UpstreamOptions:
     ] = False
 
     def upstreams(self) -> list[Upstream]:
-        """Return the servers; empty without --upstream. Raises Unusable if an option is invalid."""
+        """Return the servers; empty without --upstream. Raises ConfigError if an option is invalid."""
         urls, events = self.upstream or [], self.upstream_kv_events or []
         if not urls:
             for flag, value in (
@@ -65,12 +65,12 @@ class UpstreamOptions:
                 ("--allow-shared-cache", self.allow_shared_cache),
             ):
                 if value:
-                    raise Unusable(f"{flag} requires --upstream URL")
+                    raise ConfigError(f"{flag} requires --upstream URL")
             return []
         if len(urls) > UPSTREAMS_MAX:
-            raise Unusable(f"--upstream: got {len(urls)} servers, the maximum of one process is {UPSTREAMS_MAX}")
+            raise ConfigError(f"--upstream: got {len(urls)} servers, the maximum of one process is {UPSTREAMS_MAX}")
         if events and len(events) != len(urls):
-            raise Unusable(
+            raise ConfigError(
                 f"--upstream-kv-events: got {len(events)} values for {len(urls)} servers; give one per --upstream, and"
                 " - for none"
             )
@@ -82,38 +82,38 @@ class UpstreamOptions:
         ]
 
     def api_key(self) -> str:
-        """Return the API key of the servers; empty if there is none. Raises Unusable if the file cannot be read."""
+        """Return the API key of the servers; empty if there is none. Raises ConfigError if the file cannot be read."""
         file = self.upstream_api_key_file
         if file is None:
             return ""
         key = read_text(f"--upstream-api-key-file {file}", file, FILE_BYTES_MAX).strip()
         if not key or not all("!" <= character <= "~" for character in key):
-            raise Unusable(f"--upstream-api-key-file {file}: expected one key of visible ASCII characters")
+            raise ConfigError(f"--upstream-api-key-file {file}: expected one key of visible ASCII characters")
         return key
 
 
 def _require_url(url: str) -> None:
-    """Raise Unusable if `url` is not the base address of an HTTP server."""
+    """Raise ConfigError if `url` is not the base address of an HTTP server."""
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.isprintable()
     except ValueError:
         valid = False
     if valid and parts.username is not None:
-        raise Unusable("--upstream: the address has a user name or password; use --upstream-api-key-file instead")
+        raise ConfigError("--upstream: the address has a user name or password; use --upstream-api-key-file instead")
     if not valid or parts.query or parts.fragment or parts.path.strip("/"):
         hint = "; leave out /v1" if valid and parts.path.strip("/") == "v1" else ""
-        raise Unusable(f"--upstream {url}: expected http://host:port{hint}")
+        raise ConfigError(f"--upstream {url}: expected http://host:port{hint}")
 
 
 def _sockets(text: str) -> tuple[str, str]:
-    """Return the addresses of KV events and replays, each empty if there is none. Raises Unusable if one is invalid."""
+    """Return the addresses of KV events and replays, or empty texts. Raises ConfigError if one is invalid."""
     if text == "-":
         return "", ""
     events, comma, replay = text.partition(",")
     for address in (events, replay) if comma else (events,):
         if not address.startswith(("tcp://", "ipc://")):
-            raise Unusable(
+            raise ConfigError(
                 f"--upstream-kv-events {text}: expected tcp://host:port of the KV events, or that and"
                 " after a comma tcp://host:port of their replay"
             )

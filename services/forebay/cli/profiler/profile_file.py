@@ -10,7 +10,7 @@ from typing import Literal, cast
 import msgspec
 
 from forebay.events.scaling import DecodePoint, PrefillPoint
-from forebay.ingress.errors import Unusable
+from forebay.runtime.errors import ConfigError
 
 FILE_BYTES_MAX = 16 << 20
 
@@ -81,13 +81,13 @@ def open_profile(path: Path, settings: ProfileSettings) -> MeasuredProfile:
     except FileNotFoundError:
         return MeasuredProfile(settings=settings)
     except OSError as error:
-        raise Unusable(f"{path}: {error.strerror}") from None
+        raise ConfigError(f"{path}: {error.strerror}") from None
     try:
         if len(content) > FILE_BYTES_MAX:
-            raise Unusable(f"{path}: larger than {FILE_BYTES_MAX >> 20} MiB; choose another --out")
+            raise ConfigError(f"{path}: larger than {FILE_BYTES_MAX >> 20} MiB; choose another --out")
         found = msgspec.json.decode(content, type=MeasuredProfile)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Unusable(f"{path}: not a file of this command ({error}); choose another --out") from None
+        raise ConfigError(f"{path}: not a file of this command ({error}); choose another --out") from None
     different = [
         name for name in ProfileSettings.__struct_fields__ if getattr(found.settings, name) != getattr(settings, name)
     ]
@@ -95,18 +95,18 @@ def open_profile(path: Path, settings: ProfileSettings) -> MeasuredProfile:
         values = "; ".join(
             f"{name} was {_shown(found.settings, name)}, now {_shown(settings, name)}" for name in different
         )
-        raise Unusable(f"{path}: measured with other settings ({values}); use those to continue, or another --out")
+        raise ConfigError(f"{path}: measured with other settings ({values}); use those to continue, or another --out")
     return found
 
 
 def write_profile(path: Path, profile: MeasuredProfile) -> None:
-    """Replace the file atomically. Raises Unusable if it cannot be written."""
+    """Replace the file atomically. Raises ConfigError if it cannot be written."""
     part = path.with_name(f"{path.name}.part")
     try:
         part.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
         part.replace(path)
     except OSError as error:
-        raise Unusable(f"{path}: {error.strerror}") from None
+        raise ConfigError(f"{path}: {error.strerror}") from None
     finally:
         part.unlink(missing_ok=True)
 

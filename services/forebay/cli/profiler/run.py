@@ -35,7 +35,7 @@ from forebay.cli.profiler.profile_file import (
     write_profile,
 )
 from forebay.events.names import unknown_name
-from forebay.ingress.errors import Unusable
+from forebay.runtime.errors import ConfigError
 
 REQUEST_TIMEOUT_S = 10.0  # of a request about the system
 TRIAL_TOKENS = 16
@@ -62,13 +62,13 @@ def run_profile(options: ProfileRunCommand) -> None:
         )
         concurrencies = _numbers("--concurrency", options.concurrency, CONCURRENCY_MAX)
         if options.role != "prefill" and contexts[0] <= options.output_tokens:
-            raise Unusable(f"--context {contexts[0]} must exceed --output-tokens {options.output_tokens}")
+            raise ConfigError(f"--context {contexts[0]} must exceed --output-tokens {options.output_tokens}")
         if not options.out.parent.is_dir():
-            raise Unusable(f"--out {options.out}: no such directory {options.out.parent}")
+            raise ConfigError(f"--out {options.out}: no such directory {options.out.parent}")
         if options.engine_profile_out is not None:
             require_extra("fit", "--engine-profile-out", "numpy", "scipy")
             if options.role != "aggregated":
-                raise Unusable(
+                raise ConfigError(
                     f"--engine-profile-out requires --role aggregated, got {options.role}; it needs prefill and decode"
                 )
         system: ProfiledSystem = find_system(options.url.rstrip("/"), headers, options.model_name, options.worker)
@@ -89,15 +89,15 @@ def run_profile(options: ProfileRunCommand) -> None:
 
 
 def _numbers(option: str, text: str, most: int) -> tuple[int, ...]:
-    """Return the numbers of a list, in ascending order. Raises Unusable if it is invalid."""
+    """Return the numbers of a list, in ascending order. Raises ConfigError if it is invalid."""
     numbers: set[int] = set()
     for part in text.split(","):
         word = part.strip()
         if not NUMBER.fullmatch(word) or int(word) > most:
-            raise Unusable(f"{option} {text}: {word!r} is not a number from 1 to {most:,}")
+            raise ConfigError(f"{option} {text}: {word!r} is not a number from 1 to {most:,}")
         numbers.add(int(word))
     if len(numbers) > VALUES_MAX:
-        raise Unusable(f"{option}: {len(numbers)} numbers; give at most {VALUES_MAX}")
+        raise ConfigError(f"{option}: {len(numbers)} numbers; give at most {VALUES_MAX}")
     return tuple(sorted(numbers))
 
 
@@ -105,27 +105,27 @@ def find_system(url: str, headers: dict[str, str], model: str, worker: str) -> P
     with httpx.Client(headers=headers, timeout=REQUEST_TIMEOUT_S) as client:
         models = [str(one["id"]) for one in _get(client, f"{url}/v1/models")["data"]]
         if not models:
-            raise Unusable(f"{url} serves no model")
+            raise ConfigError(f"{url} serves no model")
         if model and model not in models:
-            raise Unusable(unknown_name("model", model, models))
+            raise ConfigError(unknown_name("model", model, models))
         chosen = model or models[0]
         workers = [
             str(one["worker_id"]) for one in _get(client, f"{url}/v1/status")["workers"] if one["state"] == "ready"
         ]
     if worker and worker not in workers:
-        raise Unusable(unknown_name("worker", worker, workers))
+        raise ConfigError(unknown_name("worker", worker, workers))
     if not worker and len(workers) != 1:
         found = "no ready worker" if not workers else f"{len(workers)} ready workers ({', '.join(sorted(workers)[:8])})"
         advised = "start one" if not workers else "name one with --worker"
-        raise Unusable(f"{url} has {found} of the model {chosen}; {advised}")
+        raise ConfigError(f"{url} has {found} of the model {chosen}; {advised}")
     return ProfiledSystem(url, headers, chosen, worker)
 
 
 def measure_all(system: ProfiledSystem, profile: MeasuredProfile, out: Path, timeout_s: float) -> MeasuredProfile:
     """Measure the points that `profile` lacks, and write the file after each of them. Return the complete profile.
 
-    A point is left out after `timeout_s`. Raises Unusable if the system rejects the first request, or the file cannot
-    be written. Exits if the system stops serving requests, or the user interrupts the run.
+    A point is left out after `timeout_s`. Raises ConfigError if the system rejects the first request, or the file
+    cannot be written. Exits if the system stops serving requests, or the user interrupts the run.
     """
     points = list(grid(profile.settings))
     todo = [point for point in points if not profile.has(point)]
@@ -154,12 +154,12 @@ def measure_all(system: ProfiledSystem, profile: MeasuredProfile, out: Path, tim
 
 
 async def _try(worker: ProfiledWorker) -> None:
-    """Send a short request. Raises Unusable if the system rejects it, as it would reject every other one."""
+    """Send a short request. Raises ConfigError if the system rejects it, as it would reject every other one."""
     (prompt,) = random_prompts(TRIAL_TOKENS, 1, "trial")
     try:
         await worker.measure(prompt, 1)
     except (PointImpossible, MeasurementFailed) as error:
-        raise Unusable(str(error)) from None
+        raise ConfigError(str(error)) from None
 
 
 async def _measured(worker: ProfiledWorker, point: GridPoint, before: MeasuredProfile) -> MeasuredProfile:
@@ -186,15 +186,15 @@ def _joined(first: MeasuredProfile, second: MeasuredProfile) -> MeasuredProfile:
 
 
 def _get(client: httpx.Client, url: str) -> Any:
-    """Return the JSON response to a GET request. Raises Unusable if there is none."""
+    """Return the JSON response to a GET request. Raises ConfigError if there is none."""
     try:
         response = client.get(url)
     except (httpx.TransportError, httpx.InvalidURL) as error:
-        raise Unusable(f"no response from {url} ({error!r}); {advice(error)}") from error
+        raise ConfigError(f"no response from {url} ({error!r}); {advice(error)}") from error
     if response.status_code != httpx.codes.OK:
         failure = status_failure(response.status_code, response.content)
-        raise Unusable(f"{url}: {failure.kind}: {failure.text}")
+        raise ConfigError(f"{url}: {failure.kind}: {failure.text}")
     try:
         return msgspec.json.decode(response.content)
     except msgspec.DecodeError:
-        raise Unusable(f"{url}: the response is not JSON; check --url") from None
+        raise ConfigError(f"{url}: the response is not JSON; check --url") from None

@@ -36,8 +36,8 @@ from forebay.events.names import unknown_name
 from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
 from forebay.events.snapshots import WorkerState
 from forebay.events.topics import CONTROL, FLEET, REQUESTS
-from forebay.ingress.errors import Unusable
 from forebay.replay.observed import ObservedHistory, RecordedRequest, observe_history
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.arrivals import Arrival
 from forebay.simulate.outcome import (
     LOWER_TIERS,
@@ -119,19 +119,19 @@ def _require_nothing_else(fleet: FleetOptions, shape: ShapeOptions, others: Mapp
         given += [f"--{name.replace('_', '-')}" for name in changed if name not in OWN]
     if given:
         options = " and ".join(given)
-        raise Unusable(f"{options} cannot be combined with --against: the recording determines fleet and requests")
+        raise ConfigError(f"{options} cannot be combined with --against: the recording determines fleet and requests")
 
 
 def bounds_of(text: str | None) -> dict[str, float]:
-    """Parse `--fail-above` into the maximum error per metric. Raises Unusable if a name or a number is invalid."""
+    """Parse `--fail-above` into the maximum error per metric. Raises ConfigError if a name or a number is invalid."""
     bounds: dict[str, float] = {}
     for one in text.split(",") if text is not None else ():
         match = BOUND.fullmatch(one)
         if match is None:
             names = ", ".join(BOUNDED)
-            raise Unusable(f"--fail-above {text}: got {one!r}, expected NAME=NUMBER with NAME one of {names}")
+            raise ConfigError(f"--fail-above {text}: got {one!r}, expected NAME=NUMBER with NAME one of {names}")
         if match["name"] not in BOUNDED:
-            raise Unusable(f"--fail-above {text}: {unknown_name('metric', match['name'], BOUNDED)}")
+            raise ConfigError(f"--fail-above {text}: {unknown_name('metric', match['name'], BOUNDED)}")
         bounds[match["name"]] = float(match["most"])
     return bounds
 
@@ -155,12 +155,12 @@ def _compared(
     requests = _by_unique_id(history.requests)
     finished = [one.output_tokens for one in requests.values() if one.output_tokens is not None]
     if not finished:
-        raise Unusable("no recorded request finished, so no response length is known; use a longer recording")
+        raise ConfigError("no recorded request finished, so no response length is known; use a longer recording")
     median = max(1, round(statistics.median(finished)))
     specs = _specs(history)
     given = {name: value for name in TRANSFER if (value := getattr(fleet, name)) is not None}
     if given.keys() - {TRANSFER[0]} and all(spec.role != "prefill" for spec in specs):
-        raise Unusable("the recording has no KV transfers; omit the --kv-transfer-* options")
+        raise ConfigError("the recording has no KV transfers; omit the --kv-transfer-* options")
     transfer = replace(_recorded_transfer(history.requests, specs), **given)
     group = settings.pools[0].groups[0]
     # The recorded times include the latencies to the router, and exclude those to clients.
@@ -170,7 +170,7 @@ def _compared(
     run = partial(resume, history.state, arrivals, speedup=speedup, delays=delays, hardware=hardware, custom=custom)
     (resumed,) = run_all([Work(len(requests), run)])
     if isinstance(resumed, NotSimulable):
-        raise Unusable(str(resumed))
+        raise ConfigError(str(resumed))
     if isinstance(resumed, Exception):
         raise resumed
     numbers = {key: number for number, key in enumerate(resumed.ranks)}
@@ -183,7 +183,7 @@ def _compared(
     ]
     if not pairs:
         reasons = f": {failures.most_common(1)[0][0]}" if failures else ""
-        raise Unusable(f"no request completed both in the recording and in the simulation{reasons}")
+        raise ConfigError(f"no request completed both in the recording and in the simulation{reasons}")
     prefilling = {spec.worker_id for spec in specs if spec.role == "prefill"}
     prefill_workers = tuple(number for key, number in numbers.items() if key[0] in prefilling)
     observed, simulated = (

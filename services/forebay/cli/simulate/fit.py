@@ -12,8 +12,8 @@ from forebay.cli.simulate.command import FitCommand
 from forebay.cli.simulate.profile import write_profile
 from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.snapshots import WorkerState
-from forebay.ingress.errors import Unusable
 from forebay.replay.observed import ObservedHistory, RecordedRequest
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.profiles.fitting import EngineRun, FitImpossible, ObservedRequest, TimingFit, fit
 from forebay.simulate.profiles.profile import EngineSizes, Profile
 
@@ -36,14 +36,14 @@ def run_fit(options: FitCommand) -> None:
         history = recorded_history(Recording(log=options.log, group=options.group), custom)
         if history.divergence is not None:
             where = f"history diverges at journal offset {history.divergence.offset}: {history.divergence.reason}"
-            raise Unusable(f"{where}; run `forebay verify` for details")
+            raise ConfigError(f"{where}; run `forebay verify` for details")
         runs = _engine_runs(history, options.pool)
         reasons = Counter(one.left_out for run in runs for one in run.requests if one.left_out)
         left_out = [f"left out: {count} requests, reason: {reason}" for reason, count in reasons.items()]
         try:
             found = fit(runs)
         except FitImpossible as error:
-            raise Unusable("; ".join([str(error), *left_out])) from None
+            raise ConfigError("; ".join([str(error), *left_out])) from None
     spec = runs[0].spec
     profile = Profile(
         timing=found.timing,
@@ -82,11 +82,11 @@ def _engine_runs(history: ObservedHistory, pool: str) -> list[EngineRun]:
     if not found:
         known = sorted({run.spec.pool for run in runs.values()})
         there = f"; pools are: {', '.join(known)}" if known else ""
-        raise Unusable(f"no request was routed to a worker{f' of pool {pool!r}' if pool else ''}{there}")
+        raise ConfigError(f"no request was routed to a worker{f' of pool {pool!r}' if pool else ''}{there}")
     kinds = sorted({(run.spec.pool, run.spec.engine, _sizes(run.spec)) for run in found})
     if len(kinds) > 1:
         kinds_text = "; ".join(f"{name}: {engine} with {sizes}" for name, engine, sizes in kinds)
-        raise Unusable(f"workers differ in engine or cache or batch size; choose a pool with --pool ({kinds_text})")
+        raise ConfigError(f"workers differ in engine or cache or batch size; choose a pool with --pool ({kinds_text})")
     return found
 
 

@@ -312,7 +312,7 @@ def slo_of(text: str | None, attain: float | None) -> Slo | None:
 
 
 def require_routers(routers: Iterable[RouterConfig], pools: Iterable[PoolSettings] = ()) -> None:
-    """Raise Unusable if the policy of a router does not exist or cannot be used."""
+    """Raise ConfigError if the policy of a router does not exist or cannot be used."""
     own = (pool.router for pool in pools if pool.router is not None)
     for mode in dict.fromkeys(router.mode for router in (*routers, *own)):
         require_policy(mode)

@@ -19,7 +19,7 @@ US_PER_S = 1e6
 
 
 def read_planner(path: Path, settings: Settings) -> PlannerFile:
-    """Read the file of a planner. Raises Unusable if it is invalid, ValueError if it cannot scale the fleet."""
+    """Read the file of a planner. Raises ConfigError if it is invalid, ValueError if it cannot scale the fleet."""
     planner = read_planner_file(path)
     try:
         require_plannable(planner.settings, settings)

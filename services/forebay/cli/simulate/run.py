@@ -40,7 +40,7 @@ from forebay.cli.simulate.planned import read_planner, targets_of
 from forebay.cli.simulate.report.page import require_report, write_report
 from forebay.cli.simulate.simulations import Job, SimulationRun, Work, reason, run_all, simulate_run
 from forebay.events.control import RouterConfig
-from forebay.ingress.errors import Unusable
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.reading import open_workload
 from forebay.simulate.settings import Settings
 from forebay.simulate.slo import Slo
@@ -135,7 +135,7 @@ def _plan(
         opened = open_workload(workload, options)
         survey = opened.survey()
         require_servable(opened, settings)
-    except (WorkloadUnusable, Unusable, ValueError) as error:
+    except (WorkloadUnusable, ConfigError, ValueError) as error:
         fail(str(error))
     jobs = [
         Job(name, settings, router, workload, options, survey.requests, planner) for name, router in routers.items()

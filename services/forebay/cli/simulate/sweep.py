@@ -28,7 +28,7 @@ from forebay.cli.simulate.options import (
 from forebay.cli.simulate.simulations import Job, OnDone, Work, play, reason, run_all, run_metrics, simulate_metrics
 from forebay.cli.simulate.sweep_axes import Combination, axes_of, combinations
 from forebay.cli.simulate.sweep_view import attaining, show
-from forebay.ingress.errors import Unusable
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.capacity import SpeedTrial, search
 from forebay.simulate.pareto import costs, optimal
 from forebay.simulate.reading import open_workload
@@ -60,7 +60,7 @@ def run_sweep(options: SweepCommand) -> None:
         base = settings_json(
             settings, workload_options(options.shape, options.fleet.seed, models=settings.models), name
         )
-    except (WorkloadUnusable, Unusable, ValueError) as error:
+    except (WorkloadUnusable, ConfigError, ValueError) as error:
         fail(str(error))
     began_s = time.monotonic()
     ended = run_all(

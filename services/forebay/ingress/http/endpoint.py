@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from forebay.ingress.errors import Unusable
+from forebay.runtime.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Certificate of a server and its private key, as PEM files. Raises Unusable if they cannot be used as a pair.
+    """Certificate of a server and its private key, as PEM files. Raises ConfigError if they cannot be used as a pair.
 
     Attributes:
         certfile: the certificate, followed by the certificates of intermediate authorities.
@@ -28,17 +28,17 @@ class TlsFiles:
                 if file is not None:
                     file.open("rb").close()
             except OSError as error:
-                raise Unusable(f"cannot read {file}: {error.strerror}; check {pair}") from error
+                raise ConfigError(f"cannot read {file}: {error.strerror}; check {pair}") from error
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certfile, self.keyfile, _reject_encrypted)
         except _Encrypted:
-            raise Unusable(f"{pair}: the private key is encrypted; decrypt it with `openssl pkey`") from None
+            raise ConfigError(f"{pair}: the private key is encrypted; decrypt it with `openssl pkey`") from None
         except ssl.SSLError as error:
             reason = {
                 "KEY_VALUES_MISMATCH": "the private key does not belong to the certificate",
                 "KEY_TYPE_MISMATCH": "the private key does not belong to the certificate",
             }.get(error.reason or "", "expected a certificate and its private key in PEM format")
-            raise Unusable(f"{pair}: {reason}") from None
+            raise ConfigError(f"{pair}: {reason}") from None
 
 
 class _Encrypted(Exception):
@@ -77,12 +77,12 @@ class Endpoint:
     def is_open(self, address: str, *, has_key: bool) -> bool:
         """Return whether other machines may send requests without an API key to the listening socket at `address`.
 
-        Raises Unusable if they could, and `allow_anonymous` is false.
+        Raises ConfigError if they could, and `allow_anonymous` is false.
         """
         if has_key or is_loopback(address):
             return False
         if not self.allow_anonymous:
-            raise Unusable(
+            raise ConfigError(
                 f"--host {self.host} is not a loopback address, so other machines could send requests; set an API key "
                 "with --api-key or FOREBAY_API_KEY, or serve everybody with --allow-anonymous"
             )

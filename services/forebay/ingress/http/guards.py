@@ -23,8 +23,9 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forebay import runtime
-from forebay.ingress.errors import ApiError, Unusable
+from forebay.ingress.errors import ApiError
 from forebay.ingress.http.endpoint import is_loopback
+from forebay.runtime.errors import ConfigError
 
 ANY = "*"
 ORIGIN = re.compile(r"(https?)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]{0,4}))?", re.IGNORECASE)
@@ -34,7 +35,7 @@ READABLE = b"x-request-id, x-forebay-worker, retry-after"  # headers of response
 
 
 def allowed_origins(given: tuple[str, ...]) -> frozenset[str]:
-    """Return origins as browsers send them: in lower case, without default ports. Raises Unusable if invalid."""
+    """Return origins as browsers send them: in lower case, without default ports. Raises ConfigError if invalid."""
     return frozenset(ANY if value == ANY else _origin(value) for value in given)
 
 
@@ -89,7 +90,7 @@ def _origin(value: str) -> str:
     found = ORIGIN.fullmatch(value)
     if found is None:
         expected = "expected *, or scheme, host and port as https://app.example:8443"
-        raise Unusable(f"--cors-allow-origin {value!r}: {expected}")
+        raise ConfigError(f"--cors-allow-origin {value!r}: {expected}")
     scheme, host, port = (found[1].lower(), found[2].lower(), found[3])
     return f"{scheme}://{host}" if port in (None, str(DEFAULT_PORTS[scheme])) else f"{scheme}://{host}:{port}"
 
@@ -117,12 +118,12 @@ def allowed_hosts(host: str, address: str, names: Sequence[str]) -> frozenset[st
     """Return the accepted values of the header `Host`.
 
     None, which accepts every value, is returned if the `address` of the listening socket is not a loopback address and
-    `names` is empty. Raises Unusable if a name (`--allow-host`) has a scheme, a port or a path.
+    `names` is empty. Raises ConfigError if a name (`--allow-host`) has a scheme, a port or a path.
     """
     extra = [_plain(name) for name in names]
     for name, plain in zip(names, extra, strict=True):
         if not plain or set(plain) & set("/@?#*, ") or (":" in plain and not _is_ip(plain)):
-            raise Unusable(f"--allow-host {name!r}: give a host name or an IP address without scheme and port")
+            raise ConfigError(f"--allow-host {name!r}: give a host name or an IP address without scheme and port")
     if not extra and not is_loopback(address):
         return None
     return frozenset((*LOOPBACK_NAMES, _plain(host), _plain(address), *extra))

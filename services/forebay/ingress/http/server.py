@@ -12,11 +12,11 @@ from typing import Any, Self
 import uvicorn
 from starlette.types import ASGIApp
 
-from forebay.ingress.errors import Unusable
 from forebay.ingress.http.drain import AT_ONCE_S, IngressDrain
 from forebay.ingress.http.endpoint import TlsFiles
 from forebay.ingress.http.error_guard import ErrorGuard
 from forebay.ingress.http.protocol import REFUSED_MAX, ConnectionLimits, bounded
+from forebay.runtime.errors import ConfigError
 
 BACKLOG = 2048
 DEFAULT_LIMITS = ConnectionLimits()
@@ -36,11 +36,11 @@ def _is_no_duplicate(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith(DUPLICATES)
 
 
-class PortTaken(Unusable):
+class PortTaken(ConfigError):
     """The process cannot listen on the address of `--host` and `--port`, for example because it is in use."""
 
 
-class NotListening(Unusable):
+class NotListening(ConfigError):
     """The listening socket of a running server was closed, so clients can no longer connect."""
 
 

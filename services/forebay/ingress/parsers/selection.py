@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forebay.events.names import unknown_name
-from forebay.ingress.errors import Unusable, invalid
+from forebay.ingress.errors import invalid
 from forebay.ingress.model import Model
 from forebay.ingress.openai.tools import NO_TOOLS, ToolSelection
 from forebay.ingress.parsers.deltas import Parser
@@ -30,6 +30,7 @@ from forebay.ingress.parsers.parsers import (
     call_ids,
 )
 from forebay.ingress.parsers.vllm_parsers import PREFIX, VllmParsers
+from forebay.runtime.errors import ConfigError
 
 AUTO, NONE = "auto", "none"
 TOOL_TAGS = {"hermes": (TOOL_CALL, END_TOOL_CALL), "llama3_json": (PYTHON_TAG,), "mistral": (TOOL_CALLS, ARGS, CALL_ID)}
@@ -56,7 +57,7 @@ class ParseOptions:
 class ParserFactory:
     """Creates one parser per response. `tool` and `reasoning` are names of parsers, `auto` or `none`.
 
-    The chat template of the model determines the parsers for `auto`. Raises Unusable for an unknown name.
+    The chat template of the model determines the parsers for `auto`. Raises ConfigError for an unknown name.
     """
 
     def __init__(self, model: Model, tool: str = AUTO, reasoning: str = AUTO) -> None:
@@ -64,7 +65,7 @@ class ParserFactory:
         given = (tool, reasoning)
         if any(name.startswith(PREFIX) for name in given):
             if any(name not in (AUTO, NONE) and not name.startswith(PREFIX) for name in given):
-                raise Unusable(
+                raise ConfigError(
                     f"--tool-call-parser {tool}, --reasoning-parser {reasoning}: use vLLM for both or for neither"
                 )
             tool, reasoning = (name.removeprefix(PREFIX) if name.startswith(PREFIX) else "" for name in given)
@@ -126,7 +127,7 @@ def _known(kind: str, name: str, names: tuple[str, ...]) -> str:
     if name == NONE:
         return ""
     if name not in names:
-        raise Unusable(f"--{kind}-parser: {unknown_name('parser', name, (AUTO, NONE, *names, f'{PREFIX}NAME'))}")
+        raise ConfigError(f"--{kind}-parser: {unknown_name('parser', name, (AUTO, NONE, *names, f'{PREFIX}NAME'))}")
     return name
 
 

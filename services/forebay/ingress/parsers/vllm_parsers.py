@@ -8,9 +8,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from forebay.ingress.errors import ApiError, Unusable, invalid
+from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.openai.tools import ToolSelection
 from forebay.ingress.parsers.deltas import EMPTY_DELTA, OutputDelta, ToolCallDelta, merge_deltas
+from forebay.runtime.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ PREFIX = "vllm:"
 class VllmParsers:
     """Creates vLLM's parsers of reasoning and tool calls, one per response. An empty name means none.
 
-    Raises Unusable if vLLM is not installed, or has no parser of this name.
+    Raises ConfigError if vLLM is not installed, or has no parser of this name.
     """
 
     def __init__(self, directory: Path, tool: str, reasoning: str) -> None:
@@ -31,7 +32,7 @@ class VllmParsers:
             from vllm.parser.parser_manager import ParserManager  # noqa: PLC0415 - seconds, and not installed everywhere
             from vllm.tokenizers import get_tokenizer  # noqa: PLC0415
         except ImportError as error:
-            raise Unusable(f"{flags}: needs vLLM 0.32 or later in the Python of the ingress ({error})") from error
+            raise ConfigError(f"{flags}: needs vLLM 0.32 or later in the Python of the ingress ({error})") from error
         self._tokenizer = get_tokenizer(str(directory))
         try:
             self._kind: Any = ParserManager.get_parser(
@@ -41,7 +42,7 @@ class VllmParsers:
                 tokenizer=self._tokenizer,
             )
         except (TypeError, KeyError, ValueError) as error:
-            raise Unusable(f"{flags}: {error}") from error
+            raise ConfigError(f"{flags}: {error}") from error
 
     def parser(self, choice: ToolSelection, prompt_ids: list[int], id_of: Any) -> "VllmParser":
         """Return a new parser for one response. Raises ApiError if vLLM rejects the tools."""
