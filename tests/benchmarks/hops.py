@@ -19,8 +19,8 @@ from forebay.events.requests import RequestSubmitted
 from forebay.events.tokens import TokensEmitted
 from forebay.events.topics import DECISIONS, PROGRESS, REQUESTS, TOKENS, Topic, work_topic
 from forebay.events.work import WorkItem
+from forebay.journal.start import recorded_view
 from forebay.transport.base import Record
-from forebay.transport.history.start import recorded_view
 from forebay.transport.kafka.log import KafkaLog
 
 READ_MAX = 500

@@ -26,10 +26,10 @@ from forebay.core.world import CORE_VERSION
 from forebay.events.codec import DecodeError, decode, unknown_tag
 from forebay.events.decisions import OwnerClaimed, RequestRouted
 from forebay.events.topics import DECISIONS, FLEET, TOKENS, Topic
-from forebay.transport.base import Record
+from forebay.journal.reader import Validity, decode_journal
+from forebay.transport.base import Record, records_of
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import RouterHeartbeats
-from forebay.transport.history.reader import Validity, decode_journal, records_of
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, create_topics, partitions_of

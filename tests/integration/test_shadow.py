@@ -14,8 +14,8 @@ from forebay.events.codec import DecodeError, decode
 from forebay.events.decisions import RequestRouted
 from forebay.events.shadow import DecisionShadowed, ShadowStarted
 from forebay.events.topics import HEARTBEATS, SHADOW
+from forebay.journal.reader import Validity, journal
 from forebay.transport.base import Draft
-from forebay.transport.history.reader import Validity, journal
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, create_topics, partitions_of

@@ -18,6 +18,9 @@ from forebay.events.control import RouterConfig
 from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import WorkerLost
 from forebay.events.topics import DECISIONS, FLEET
+from forebay.journal import reader
+from forebay.journal import snapshots as recorded_snapshots
+from forebay.journal.reader import Validity, journal
 from forebay.live.owner import owner, snapshots
 from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import Owner
@@ -28,9 +31,6 @@ from forebay.live.router.standby import AbandonedTail, Standby
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft, Lease, Log, Record, Tail, Wake
 from forebay.transport.directory import Directory
-from forebay.transport.history import reader
-from forebay.transport.history import snapshots as recorded_snapshots
-from forebay.transport.history.reader import Validity, journal
 from forebay.transport.sqlite.log import SqliteLog
 from tests.harness.faulty_log import Crashed, FaultyLog
 from tests.system import MODEL, System, settings, submitted, until

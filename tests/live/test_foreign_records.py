@@ -28,6 +28,8 @@ from forebay.events.snapshots import SnapshotChunk
 from forebay.events.tokens import TokensEmitted
 from forebay.events.topics import DEAD_LETTERS, DECISIONS, FLEET, HEARTBEATS, SNAPSHOTS, TOKENS, work_topic
 from forebay.events.work import WorkItem
+from forebay.journal.snapshots import newest_snapshot
+from forebay.journal.start import recorded_view
 from forebay.live.owner import snapshots
 from forebay.live.owner.owner import Owner, OwnershipLost
 from forebay.live.router.router import ReadinessMetrics, Router, ready
@@ -35,8 +37,6 @@ from forebay.live.router.standby import AbandonedTail, Standby
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Draft, LogError
 from forebay.transport.heartbeats import RouterHeartbeats
-from forebay.transport.history.snapshots import newest_snapshot
-from forebay.transport.history.start import recorded_view
 from forebay.transport.redis.leases import embedded_leases
 from forebay.transport.sqlite import log as sqlite_log
 from forebay.transport.sqlite.log import SqliteLog

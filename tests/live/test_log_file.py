@@ -18,16 +18,16 @@ from forebay.events.decisions import SnapshotRecord, SnapshotTaken
 from forebay.events.snapshots import IndexCursor, SnapshotChunk
 from forebay.events.tokens import TokenChunk, TokensEmitted
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, INPUTS, REQUESTS, SNAPSHOTS, TOKENS
+from forebay.journal import snapshots as recorded
+from forebay.journal.groups import groups_of
+from forebay.journal.reader import Validity, journal
+from forebay.journal.snapshots import load_snapshot, newest_snapshot
+from forebay.journal.start import oldest_state
 from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.live.owner.retention import Retention, RetentionLimits, RetentionMetrics
 from forebay.live.owner.start_check import GROUPS_MAX, open_checked
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft, LogError, Record
-from forebay.transport.history import snapshots as recorded
-from forebay.transport.history.groups import groups_of
-from forebay.transport.history.reader import Validity, journal
-from forebay.transport.history.snapshots import load_snapshot, newest_snapshot
-from forebay.transport.history.start import oldest_state
 from forebay.transport.redis.leases import embedded_leases
 from forebay.transport.sqlite.log import LogUnusable, SqliteLog
 from forebay.transport.sqlite.schema import WriterLock, checksum

@@ -20,11 +20,11 @@ from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted
 from forebay.events.fleet import WorkerLost
 from forebay.events.shadow import DecisionShadowed, ShadowEvent, ShadowStarted
 from forebay.events.topics import DECISIONS, SHADOW, topic_named
+from forebay.journal.reader import OtherRules
 from forebay.live.router.standby import RecoveryDiverged
 from forebay.live.shadow import shadow as shadow_module
 from forebay.live.shadow.shadow import Shadow, ShadowMetrics, ShadowSettings, TopicSink
 from forebay.transport.base import Draft, LogError, Record
-from forebay.transport.history.reader import OtherRules
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, Driver, histories, perform_all, request
 from tests.depth import examples
@@ -326,7 +326,7 @@ async def test_a_shadow_stops_at_a_journal_that_cannot_be_derived_again(log: Sql
 async def test_a_shadow_rejects_a_journal_of_other_rules(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
     async with System(log).started(workers=2) as system, system.owned() as owner:
         await serve(system, owner, "a")
-    monkeypatch.setattr("forebay.transport.history.snapshots.CORE_VERSION", CORE_VERSION + 1)
+    monkeypatch.setattr("forebay.journal.snapshots.CORE_VERSION", CORE_VERSION + 1)
     with pytest.raises(OtherRules):
         await shadow_of(log).start()
 

@@ -13,12 +13,12 @@ from forebay.events.kv import BlocksStored
 from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import IndexBlocks, IndexChanges, SnapshotChunk
 from forebay.events.topics import KV_EVENTS, REQUESTS, SNAPSHOTS
+from forebay.journal.snapshots import OtherState, load_snapshot
 from forebay.live.owner import snapshots
 from forebay.live.owner.owner import Owner
 from forebay.live.router.standby import Standby
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Draft
-from forebay.transport.history.snapshots import OtherState, load_snapshot
 from forebay.transport.sqlite.log import SqliteLog
 from tests.live.shared import (
     PREFIX,

@@ -18,6 +18,10 @@ from forebay.core.world import CORE_VERSION
 from forebay.events.codec import encode
 from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted, Sealed
 from forebay.events.topics import DECISIONS, SNAPSHOTS
+from forebay.journal import reader as recorded
+from forebay.journal.reader import OtherRules, Validity, journal
+from forebay.journal.snapshots import OtherState
+from forebay.journal.start import recorded_view
 from forebay.live.owner.owner import Owner, OwnershipLost
 from forebay.live.router import faust_feed
 from forebay.live.router import standby as standby_module
@@ -26,10 +30,6 @@ from forebay.live.router.standby import AbandonedTail, RecoveryDiverged, Standby
 from forebay.replay.spans import OtherSpan
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Draft, Log, LogError, Record
-from forebay.transport.history import reader as recorded
-from forebay.transport.history.reader import OtherRules, Validity, journal
-from forebay.transport.history.snapshots import OtherState
-from forebay.transport.history.start import recorded_view
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.in_process import forebay
 from tests.harness.faulty_log import Crashed

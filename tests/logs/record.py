@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 from forebay.events.topics import DECISIONS
+from forebay.journal.snapshots import snapshots_taken
 from forebay.replay.anonymize.anonymize import record_anonymized
 from forebay.replay.record.slice import Window, contents_of, slice_of
 from forebay.runtime import use
-from forebay.transport.history.snapshots import snapshots_taken
 from forebay.transport.sqlite.log import SqliteLog
 from tests.logs import disaggregation, incidents, routing, scaling
 from tests.logs.playing import SCENARIOS

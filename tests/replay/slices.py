@@ -10,10 +10,10 @@ import msgspec
 from forebay.events.codec import encode
 from forebay.events.groups import GroupPlaced
 from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SNAPSHOTS
+from forebay.journal.groups import groups_of
 from forebay.replay.record.slice import OnProgress, Window, contents_of, copy, slice_of
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft, Log, Record
-from forebay.transport.history.groups import groups_of
 from forebay.transport.recording.manifest import Contents
 from forebay.transport.recording.writer import RecordingWriter
 from forebay.transport.sqlite import schema

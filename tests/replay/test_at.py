@@ -22,11 +22,11 @@ from forebay.events.decisions import Advanced, OwnerClaimed, RequestHeld, Reques
 from forebay.events.fleet import OwnershipAnnounced, WorkerLost
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS
+from forebay.journal.reader import decode_journal
 from forebay.replay.at import JournalDiverged, NoSuchRecord, last_time, offset_at, seek, seek_record, seek_time
 from forebay.replay.moment import LaterFacts, Moment
 from forebay.runtime.system import SystemRuntime
 from forebay.transport.base import Draft, LogError
-from forebay.transport.history.reader import decode_journal
 from forebay.transport.recording.manifest import utc
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.logs import invoke

@@ -14,13 +14,13 @@ from forebay.core.world import World
 from forebay.events.codec import decode, encode
 from forebay.events.decisions import RequestRouted, SnapshotTaken
 from forebay.events.topics import DECISIONS
+from forebay.journal.reader import decode_journal
 from forebay.replay.at import seek
 from forebay.replay.diff.diff import EmptySpan, diff, span_of
 from forebay.replay.diff.report import DiffReport
 from forebay.replay.record.slice import Window
 from forebay.replay.walk import Start, oldest
 from forebay.transport.base import LogError
-from forebay.transport.history.reader import decode_journal
 from forebay.transport.recording.manifest import utc
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.logs import invoke

@@ -20,12 +20,12 @@ from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFaile
 from forebay.events.requests import RequestCancelled, RouterOverride, RoutingHints
 from forebay.events.topics import DECISIONS, KV_EVENTS
 from forebay.events.versions import EVENTS_VERSION
+from forebay.journal.groups import groups_of
+from forebay.journal.reader import decode_journal, journal_records
 from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import CandidateCost, Explanation, Routing
 from forebay.replay.explain.find import RequestRecord, UnknownRequest
 from forebay.transport.base import Draft
-from forebay.transport.history.groups import groups_of
-from forebay.transport.history.reader import decode_journal, journal_records
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, histories, joined, perform, pool, query, request
 from tests.depth import examples

@@ -17,11 +17,11 @@ from forebay.events.kv import BlocksRemoved
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RouterOverride, TaintWeight
 from forebay.events.topics import DECISIONS
+from forebay.journal.reader import decode_journal
 from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Routing
 from forebay.replay.explain.selection_changes import NUMBERS, OTHER_POLICIES, changes_of
 from forebay.replay.walk import walk_all
-from forebay.transport.history.reader import decode_journal
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, joined, pool
 from tests.logs.own_policy import CUSTOM as GOLDEN_CUSTOM

@@ -31,11 +31,11 @@ from forebay.events.kv import BlocksStored, StoreBlocksRemoved
 from forebay.events.progress import EncodeFinished, FirstTokenEmitted, PrefillFinished
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, INPUTS
+from forebay.journal.reader import OtherRules, decode_or_none
 from forebay.replay.record.slice import copy
 from forebay.replay.verify.golden import check_recording
 from forebay.replay.verify.verify import VerifyReport
 from forebay.transport.base import LogError, Record
-from forebay.transport.history.reader import OtherRules, decode_or_none
 from forebay.transport.recording.writer import RecordingWriter
 from forebay.transport.sqlite.log import SqliteLog
 from tests.logs import recordings

@@ -21,6 +21,9 @@ from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestHeld, RequestRouted, SnapshotRecord
 from forebay.events.snapshots import SnapshotChunk, WorldState
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
+from forebay.journal.reader import Validity, journal
+from forebay.journal.snapshots import load_snapshot, newest_snapshot
+from forebay.journal.start import EMPTY_STATE, recorded_view
 from forebay.live.router.standby import RecoveryDiverged, Standby
 from forebay.replay.at import seek
 from forebay.replay.checks import FOREIGN_PROGRESS, FOREIGN_RECORDS
@@ -29,9 +32,6 @@ from forebay.replay.record.slice import Window, slice_of
 from forebay.replay.spans import spans_of
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Log, LogError
-from forebay.transport.history.reader import Validity, journal
-from forebay.transport.history.snapshots import load_snapshot, newest_snapshot
-from forebay.transport.history.start import EMPTY_STATE, recorded_view
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import actions
 from tests.depth import examples, sampled

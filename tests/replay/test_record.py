@@ -15,13 +15,13 @@ from forebay.core.world import World
 from forebay.events.codec import decode, encode
 from forebay.events.decisions import Advanced, SnapshotRecord
 from forebay.events.topics import DECISIONS, PROGRESS
+from forebay.journal.groups import groups_of, pools_of
+from forebay.journal.snapshots import newest_snapshot, snapshots_taken
 from forebay.replay.record import slice as record
 from forebay.replay.record.slice import NothingDecided, Window, offset_at, slice_of
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.replay.walk import Start, Walk
 from forebay.transport.base import Draft, Log, LogError, Record
-from forebay.transport.history.groups import groups_of, pools_of
-from forebay.transport.history.snapshots import newest_snapshot, snapshots_taken
 from forebay.transport.recording import manifest as recording
 from forebay.transport.recording.writer import RecordingWriter, part_of
 from forebay.transport.sqlite import schema

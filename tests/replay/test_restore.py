@@ -26,10 +26,10 @@ from forebay.events.decisions import RequestRouted
 from forebay.events.groups import GroupPlaced
 from forebay.events.pools import GridPool, PoolCanarySet, PoolDrainSet, PoolGrid, PoolRouting, PoolRoutingConfigured
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS
+from forebay.journal.groups import groups_of
 from forebay.replay.record.slice import Window
 from forebay.replay.restore import RestoreRefused, restored_groups, settings_of, settled_world, write_group
 from forebay.transport.base import Draft, LogError
-from forebay.transport.history.groups import groups_of
 from forebay.transport.sqlite.log import SqliteLog
 from tests.depth import sampled
 from tests.replay.slices import journal_of, opened, sliced

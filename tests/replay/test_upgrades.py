@@ -25,6 +25,8 @@ from forebay.events.topics import DECISIONS
 from forebay.ingress.errors import ApiError
 from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
+from forebay.journal.reader import OtherRules, journal_records
+from forebay.journal.snapshots import load_sealed, load_snapshot
 from forebay.replay.at import seek, seek_record, seek_time
 from forebay.replay.catalog import checkpoints, follow
 from forebay.replay.catalog.contents import SCHEMAS, new_observers
@@ -39,8 +41,6 @@ from forebay.replay.diff.diff import diff, span_of
 from forebay.replay.explain.explain import explain
 from forebay.replay.status import GroupStatus
 from forebay.transport.base import Draft, Log, LogError, NotDerivable, Record
-from forebay.transport.history.reader import OtherRules, journal_records
-from forebay.transport.history.snapshots import load_sealed, load_snapshot
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli import in_process
 from tests.console.serving import console_settings

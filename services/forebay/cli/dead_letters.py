@@ -17,9 +17,9 @@ from forebay.cli.common.terminal import print_table, printable
 from forebay.cli.common.times import time_us
 from forebay.events.names import unknown_name
 from forebay.events.topics import DEAD_LETTERS, FIXED_TOPICS, topic_named
+from forebay.journal.groups import groups_of
 from forebay.transport.base import Log, Record
 from forebay.transport.dead_letters import Letter, NotRetriable, append_retry, letters, original, read_letter, retry_of
-from forebay.transport.history.groups import groups_of
 from forebay.transport.kafka.topics import partitions_of
 from forebay.transport.readable import readable
 from forebay.transport.recording.manifest import utc

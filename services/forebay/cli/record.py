@@ -22,6 +22,7 @@ from forebay.cli.replay.verify import verification_lines
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.names import unknown_name
 from forebay.events.topics import GROUPS, SCALING
+from forebay.journal.groups import groups_of, pools_of
 from forebay.replay.anonymize.anonymize import Anonymized, record_anonymized
 from forebay.replay.policies import require_allowed
 from forebay.replay.record.slice import (
@@ -37,7 +38,6 @@ from forebay.replay.record.slice import (
 from forebay.replay.scaling.journal import has_scaling
 from forebay.replay.verify.verify import VerifyReport, include_scaling, verify
 from forebay.transport.base import Log
-from forebay.transport.history.groups import groups_of, pools_of
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.recording.manifest import Contents, Extent, utc
 from forebay.transport.recording.writer import RecordingWriter, require_free

@@ -19,11 +19,11 @@ from forebay.cli.common.unverified import DIVERGED
 from forebay.cli.control.client import IngressClient
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.core.routing.policies import CustomPolicies
+from forebay.journal.groups import groups_of
 from forebay.replay.at import JournalDiverged
 from forebay.replay.policies import require_allowed
 from forebay.replay.status import GroupStatus, OwnerStatus, RankStatus, WorkerStatus, read_status, with_heartbeats
 from forebay.transport.heartbeats import RouterHeartbeats
-from forebay.transport.history.groups import groups_of
 from forebay.transport.recording.manifest import utc
 
 DERIVED_WITHIN_S = 30.0  # an ingress on Kafka derives the status from the log

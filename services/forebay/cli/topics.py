@@ -15,10 +15,10 @@ from forebay.cli.processes.options import named
 from forebay.cli.shadow import SHADOW_GROUP
 from forebay.events.names import unknown_name
 from forebay.events.topics import DECISIONS
+from forebay.journal.start import recorded_view
 from forebay.transport.base import Log, Record
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import RouterHeartbeats
-from forebay.transport.history.start import recorded_view
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import count_topics, create_topics, partitions_of, plan_of
 from forebay.transport.readable import readable

@@ -28,6 +28,19 @@ from forebay.events.decisions import JournalRecord
 from forebay.events.fleet import OwnershipAnnounced, WorkerLost
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, FLEET, INPUTS, REQUESTS, Topic
+from forebay.journal.claims import validity_at
+from forebay.journal.reader import (
+    OtherRules,
+    RecordedOrder,
+    Validity,
+    decode_journal,
+    decode_or_none,
+    events_of,
+    journal,
+    journal_records,
+)
+from forebay.journal.snapshots import OwnerState, claim_at, newest_snapshot
+from forebay.journal.start import begins_of, oldest_state, usable_state
 from forebay.replay.moment import (
     LaterFacts,
     LossFacts,
@@ -40,21 +53,7 @@ from forebay.replay.moment import (
     workers_of,
 )
 from forebay.replay.walk import LogStates, Start, States, StateTime, Step, Walk
-from forebay.transport.base import Log, LogError, NotDerivable
-from forebay.transport.history.claims import validity_at
-from forebay.transport.history.reader import (
-    OtherRules,
-    RecordedOrder,
-    Validity,
-    decode_journal,
-    decode_or_none,
-    events_of,
-    journal,
-    journal_records,
-    records_of,
-)
-from forebay.transport.history.snapshots import OwnerState, claim_at, newest_snapshot
-from forebay.transport.history.start import begins_of, oldest_state, usable_state
+from forebay.transport.base import Log, LogError, NotDerivable, records_of
 from forebay.transport.recording.manifest import utc
 
 LOST_MAX = 1_024  # only the most recently lost workers are reported

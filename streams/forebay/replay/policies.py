@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from importlib import import_module
 
 from forebay.core.routing.policies import BUILT_IN, CustomPolicies, Policy
+from forebay.journal.groups import policies_run, pools_of
 from forebay.transport.base import Log, PolicyNotAllowed
-from forebay.transport.history.groups import policies_run, pools_of
 
 ERROR_CHARS_MAX = 500  # of an import error's text, which is not under forebay's control
 

@@ -27,10 +27,9 @@ from forebay.events.control import (
 from forebay.events.groups import GroupPlaced
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.topics import CONTROL, GROUPS
-from forebay.transport.base import Draft, Log, LogError, event_of
+from forebay.journal.groups import groups_of, oldest_world_state
+from forebay.transport.base import Draft, Log, LogError, event_of, records_of
 from forebay.transport.directory import PARTITION
-from forebay.transport.history.groups import groups_of, oldest_world_state
-from forebay.transport.history.reader import records_of
 from forebay.transport.sqlite.log import SqliteLog
 
 # What each event sets, in the words of the report.

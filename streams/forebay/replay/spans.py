@@ -13,11 +13,9 @@ from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import OwnerClaimed
 from forebay.events.topics import DECISIONS
-from forebay.replay.walk import Start, Walk, oldest
-from forebay.transport.base import Log
-from forebay.transport.history.claims import read_claim, valid_claims, validity_at
-from forebay.transport.history.reader import OtherRules, Validity, journal, journal_records
-from forebay.transport.history.snapshots import (
+from forebay.journal.claims import read_claim, valid_claims, validity_at
+from forebay.journal.reader import OtherRules, Validity, journal, journal_records
+from forebay.journal.snapshots import (
     load_continued,
     load_snapshot,
     newest_snapshot,
@@ -25,7 +23,9 @@ from forebay.transport.history.snapshots import (
     release_at,
     snapshots_taken,
 )
-from forebay.transport.history.start import StoredState, begins_of, oldest_state, usable_state
+from forebay.journal.start import StoredState, begins_of, oldest_state, usable_state
+from forebay.replay.walk import Start, Walk, oldest
+from forebay.transport.base import Log
 
 
 class OtherSpan(msgspec.Struct, frozen=True, kw_only=True):

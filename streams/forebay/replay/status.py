@@ -20,11 +20,11 @@ from forebay.core.state.fleet import FleetWorker, WorkerPhase
 from forebay.core.world import World
 from forebay.events.control import PoolConfigured
 from forebay.events.topics import DECISIONS, INPUTS
+from forebay.journal.snapshots import claim_at
 from forebay.replay.at import last_time, seek_time
 from forebay.replay.moment import Fact, RankFacts, ranks_of
 from forebay.transport.base import Log
 from forebay.transport.heartbeats import OwnerPresence
-from forebay.transport.history.snapshots import claim_at
 
 VERSION = 1
 NO_OWNER = "no router owns the group now, so requests wait"

@@ -16,12 +16,9 @@ from forebay.core.world import CORE_VERSION, World
 from forebay.events.codec import encode
 from forebay.events.decisions import ConsumedRun, JournalRecord, OwnerClaimed, SnapshotRecord
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
-from forebay.replay.checks import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS
-from forebay.replay.moment import LossFacts
-from forebay.transport.base import Log, LogError, PolicyNotAllowed
-from forebay.transport.history.claims import ValidClaim, valid_claims, validity_at
-from forebay.transport.history.reader import HistoryAbandoned, OtherRules, RecordedOrder, Validity, journal_records
-from forebay.transport.history.snapshots import (
+from forebay.journal.claims import ValidClaim, valid_claims, validity_at
+from forebay.journal.reader import HistoryAbandoned, OtherRules, RecordedOrder, Validity, journal_records
+from forebay.journal.snapshots import (
     load_continued,
     load_snapshot,
     newest_snapshot,
@@ -29,7 +26,10 @@ from forebay.transport.history.snapshots import (
     release_at,
     snapshots_taken,
 )
-from forebay.transport.history.start import begins_of
+from forebay.journal.start import begins_of
+from forebay.replay.checks import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS
+from forebay.replay.moment import LossFacts
+from forebay.transport.base import Log, LogError, PolicyNotAllowed
 
 
 @dataclass(frozen=True, slots=True)

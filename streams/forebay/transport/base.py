@@ -5,7 +5,7 @@ records from offset 0. An append is acknowledged once it survives the death of t
 after that. Appends of one caller keep their order. A log does not interpret its records.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -13,6 +13,7 @@ import msgspec
 from forebay.events.codec import DecodeError, decode
 from forebay.events.topics import Topic
 
+PAGE_RECORDS = 512  # records per read; bounds memory whatever the length of the log
 # When a commit of the embedded log reaches the disk: `normal` leaves that to the operating system, so a commit survives
 # the death of the process. `full` waits for the disk, so a commit also survives a power loss.
 LogSync = Literal["normal", "full"]
@@ -186,3 +187,15 @@ def event_of(topic: Topic, record: Record) -> Any:
     if record.fault is not None:
         raise DecodeError(f"{topic.name}: {record.fault}")
     return decode(topic, record.value)
+
+
+async def records_of(log: Log, topic: Topic, partition: int, start: int, end: int) -> AsyncIterator[Record]:
+    """Yield the records in [start, end) of a topic."""
+    while start < end:
+        records = await log.read(topic.name, partition, start, min(PAGE_RECORDS, end - start))
+        if not records:
+            return
+        for record in records:
+            if record.offset < end:
+                yield record
+        start = records[-1].offset + 1

@@ -27,8 +27,7 @@ from forebay.events.topics import (
     topic_named,
     work_topic,
 )
-from forebay.transport.base import Draft, Log, LogError, Record, event_of
-from forebay.transport.history.reader import records_of
+from forebay.transport.base import Draft, Log, LogError, Record, event_of, records_of
 
 REASON_CHARS_MAX = 500  # a header stays short
 # Topics accept records up to 16 MiB, and headers stored as JSON take up to six times their size.

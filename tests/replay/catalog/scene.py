@@ -13,6 +13,7 @@ from forebay.core.step import CLOCK, AnyDecision, InputEvent
 from forebay.core.world import World
 from forebay.events.decisions import JournalRecord
 from forebay.events.topics import DECISIONS, INPUTS
+from forebay.journal.reader import decode_or_none
 from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog.contents import ContentsObserver
 from forebay.replay.catalog.follow import Follower
@@ -22,8 +23,7 @@ from forebay.replay.catalog.store import SIZE_MAX, Store
 from forebay.replay.read_only import ReadOnlyLog
 from forebay.replay.walk import Step, Walk, oldest
 from forebay.runtime.system import SystemRuntime
-from forebay.transport.base import Log, LogError, Record
-from forebay.transport.history.reader import decode_or_none, records_of
+from forebay.transport.base import Log, LogError, Record, records_of
 from tests.logs import recordings
 from tests.logs.own_policy import CUSTOM
 from tests.replay.recorder import Recorder, fleet

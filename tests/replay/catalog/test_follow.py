@@ -20,6 +20,7 @@ from forebay.events.codec import encode
 from forebay.events.decisions import JournalRecord, RequestRouted
 from forebay.events.progress import RequestFinished
 from forebay.events.topics import DECISIONS, REQUESTS, Topic
+from forebay.journal.reader import decode_journal
 from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog import store as store_module
 from forebay.replay.catalog.live import LivePublisher, read_live
@@ -27,7 +28,6 @@ from forebay.replay.catalog.seek import catalog_position
 from forebay.replay.catalog.store import CatalogError, CatalogInUse, Store, path_beside, path_of_brokers
 from forebay.replay.status import GroupStatus, read_status
 from forebay.transport.base import Draft, Log
-from forebay.transport.history.reader import decode_journal
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import request
 from tests.replay.catalog.scene import (

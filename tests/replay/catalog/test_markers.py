@@ -24,12 +24,12 @@ from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRouting, PoolR
 from forebay.events.progress import RequestFailed
 from forebay.events.scaling import PlannerPaused, PoolDecision, PoolSizeSet, ScalingDecided
 from forebay.events.topics import SCALING
+from forebay.journal.groups import groups_of
 from forebay.replay.catalog.contents import ContentsObserver
 from forebay.replay.catalog.facts import Marker
 from forebay.replay.catalog.markers import add_markers, add_scaling_markers, markers
 from forebay.replay.catalog.store import Store
 from forebay.transport.base import Draft
-from forebay.transport.history.groups import groups_of
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, decode_pool, joined, pool, request
 from tests.replay.catalog.scene import RECORDINGS, fill, new_tables

@@ -9,6 +9,7 @@ from forebay.core.world import World
 from forebay.events.fleet import WorkerLost
 from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
 from forebay.events.requests import RequestCancelled
+from forebay.journal.groups import groups_of
 from forebay.replay.catalog.catalog_request import STATE_OF_PHASE
 from forebay.replay.catalog.contents import ContentsObserver
 from forebay.replay.catalog.facts import RequestRow
@@ -17,7 +18,6 @@ from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.explain.find import UnknownRequest
 from forebay.replay.walk import Step, Walk
-from forebay.transport.history.groups import groups_of
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS
 from tests.core.worlds import request as submitted

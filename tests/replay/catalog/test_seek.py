@@ -12,6 +12,7 @@ from forebay.events.decisions import RequestRejected, RequestRouted
 from forebay.events.progress import RequestFinished
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, REQUESTS
+from forebay.journal.reader import events_of
 from forebay.replay.at import NoSuchRecord, Position, last_time, seek_record, seek_time
 from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog.follow import Follower
@@ -22,7 +23,6 @@ from forebay.replay.explain.find import UnknownRequest
 from forebay.replay.moment import Moment
 from forebay.replay.walk import Start, StateTime, oldest
 from forebay.transport.base import Log
-from forebay.transport.history.reader import events_of
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import request
 from tests.depth import sampled

@@ -12,11 +12,11 @@ from forebay.events.decisions import RequestAborted, RequestRejected, RequestRou
 from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS
+from forebay.journal.groups import groups_of
 from forebay.replay.catalog import histogram
 from forebay.replay.catalog.catalog_request import CatalogRequest
 from forebay.replay.catalog.series import LEVELS_US, SECOND_US, MetricRecorder, remove_before, series, worker_activity
 from forebay.replay.walk import Walk, oldest
-from forebay.transport.history.groups import groups_of
 from forebay.transport.sqlite.log import SqliteLog
 from tests.logs.own_policy import CUSTOM
 from tests.replay.catalog.scene import RECORDINGS, fill, new_tables

@@ -111,8 +111,8 @@ class Recording(Source):
 
         Raises LogError if the log is unreadable, or names policies that are not among `custom`.
         """
+        from forebay.journal.groups import groups_of  # noqa: PLC0415 - as above
         from forebay.replay.policies import require_allowed  # noqa: PLC0415 - imports the state machine of an owner
-        from forebay.transport.history.groups import groups_of  # noqa: PLC0415 - as above
 
         async with self.source() as log:
             placed = await groups_of(log)

@@ -28,8 +28,8 @@ from forebay.console.console import Console
 from forebay.console.settings import ConsoleSettings, SourceKind
 from forebay.ingress.child_process import ChildConnection
 from forebay.ingress.explain_worker import LogSource
+from forebay.journal.groups import groups_of
 from forebay.replay.policies import require_allowed
-from forebay.transport.history.groups import groups_of
 from forebay.transport.sqlite.log import SqliteLog
 
 QUIET = ("forebay.live", "forebay.transport")

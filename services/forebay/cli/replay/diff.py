@@ -17,12 +17,12 @@ from forebay.cli.replay.command import DIFF_CHECKS, DiffCommand
 from forebay.cli.replay.diff_view import show
 from forebay.cli.replay.verify import shown_progress
 from forebay.core.routing.policies import CustomPolicies
+from forebay.journal.groups import pools_of
+from forebay.journal.reader import OtherRules, SpanEnds
 from forebay.replay.diff.diff import Span, diff, span_of
 from forebay.replay.diff.report import DiffReport
 from forebay.replay.verify.verify import OnProgress
 from forebay.transport.base import Log, LogError, NotDerivable
-from forebay.transport.history.groups import pools_of
-from forebay.transport.history.reader import OtherRules, SpanEnds
 from forebay.transport.sqlite.log import SqliteLog
 
 

@@ -22,12 +22,12 @@ from forebay.core.routing.policies import CustomPolicies
 from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import CostTerms
 from forebay.events.topics import DECISIONS
+from forebay.journal.groups import groups_of
+from forebay.journal.release import rules_text
 from forebay.replay.checks import UNKNOWN_EVENTS, UNVERIFIED
 from forebay.replay.scaling.journal import ScalingVerification, has_scaling
 from forebay.replay.verify.divergence import CostTableRow, CostTables, DivergenceReport, EventSummary
 from forebay.replay.verify.verify import OnProgress, VerifyReport, include_scaling, verify
-from forebay.transport.history.groups import groups_of
-from forebay.transport.history.release import rules_text
 from forebay.transport.sqlite.log import SqliteLog
 
 ROWS_SHOWN = 32  # per cost table, winner, runner-up and differences first; --json has all

@@ -42,6 +42,7 @@ from forebay.events.pools import PoolRouting, PoolRoutingConfigured
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import CONTROL, DEAD_LETTERS, DECISIONS, FLEET, INPUTS, REQUESTS, Topic
 from forebay.events.versions import EVENTS_VERSION
+from forebay.journal.release import own_release
 from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
 from forebay.live.owner.effects import (
     WorkerAddress,
@@ -62,7 +63,6 @@ from forebay.live.router.heartbeats import HeartbeatWriter
 from forebay.live.router.standby import Standby, Unconfirmed
 from forebay.transport.base import Draft, Lease, LeaseError, Leases, Log, LogError, Record, Tail, event_of
 from forebay.transport.dead_letters import dead_letter
-from forebay.transport.history.release import own_release
 
 logger = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from forebay.events.decisions import SnapshotRecord
 from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import WorldState
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, INPUTS, MODELS, REQUESTS, SNAPSHOTS, TOKENS
+from forebay.journal.reader import decode_journal, decode_or_none
+from forebay.journal.snapshots import check_snapshot_beside, newest_snapshot
 from forebay.live.owner.owner import Owner
 from forebay.live.owner.recorded_requests import SubmissionReader
 from forebay.transport.base import LogError
-from forebay.transport.history.reader import decode_journal, decode_or_none
-from forebay.transport.history.snapshots import check_snapshot_beside, newest_snapshot
 from forebay.transport.sqlite.log import SqliteLog
 
 logger = logging.getLogger(__name__)

@@ -20,12 +20,12 @@ from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.events.codec import encode
 from forebay.events.groups import GroupPlaced
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, INPUTS, TOKENS
+from forebay.journal.groups import groups_of
+from forebay.journal.reader import OtherRules
 from forebay.live.owner.recorded_requests import SubmissionReader
 from forebay.live.router.standby import RecoveryDiverged, Standby
-from forebay.transport.base import Draft, LogError, LogSync, PolicyNotAllowed
+from forebay.transport.base import PAGE_RECORDS, Draft, LogError, LogSync, PolicyNotAllowed
 from forebay.transport.directory import PARTITION as DIRECTORY
-from forebay.transport.history.groups import groups_of
-from forebay.transport.history.reader import PAGE_RECORDS, OtherRules
 from forebay.transport.sqlite.log import LogUnusable, SqliteLog
 from forebay.transport.sqlite.schema import LogEmpty, WriterLock, check_place
 

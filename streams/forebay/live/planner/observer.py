@@ -16,10 +16,10 @@ from forebay.events.codec import DecodeError
 from forebay.events.scaling import PoolObserved, PoolScaling
 from forebay.events.snapshots import Booking, Reported, RequestState, WorkerState, WorldState
 from forebay.events.topics import DECISIONS, FLEET, METRICS, PROGRESS, REQUESTS, Topic
-from forebay.transport.base import Log, LogError, Record, Tail, event_of
+from forebay.journal.reader import Validity
+from forebay.journal.snapshots import newest_snapshot, owner_state, parts_of
+from forebay.transport.base import Log, LogError, Record, Tail, event_of, records_of
 from forebay.transport.directory import Directory
-from forebay.transport.history.reader import Validity, records_of
-from forebay.transport.history.snapshots import newest_snapshot, owner_state, parts_of
 from forebay.transport.patience import until_available
 
 logger = logging.getLogger(__name__)

@@ -29,9 +29,7 @@ from forebay.events.decisions import (
     SnapshotTaken,
 )
 from forebay.events.topics import DECISIONS, SNAPSHOTS
-from forebay.transport.base import Log, LogError, PolicyNotAllowed, Record
-from forebay.transport.history.reader import (
-    PAGE_RECORDS,
+from forebay.journal.reader import (
     JournalBroken,
     OtherRules,
     RecordedOrder,
@@ -40,7 +38,7 @@ from forebay.transport.history.reader import (
     journal_records,
     require_readable,
 )
-from forebay.transport.history.snapshots import (
+from forebay.journal.snapshots import (
     BEGINNING,
     claim_at,
     load_continued,
@@ -50,7 +48,8 @@ from forebay.transport.history.snapshots import (
     newest_snapshot_at,
     owner_state,
 )
-from forebay.transport.history.start import begins_of
+from forebay.journal.start import begins_of
+from forebay.transport.base import PAGE_RECORDS, Log, LogError, PolicyNotAllowed, Record
 
 logger = logging.getLogger(__name__)
 

@@ -34,10 +34,10 @@ from forebay.events.control import PoolConfigured
 from forebay.events.decisions import JournalRecord, RequestRouted, RouteAnswered
 from forebay.events.shadow import DecisionShadowed, ShadowEvent, ShadowStarted
 from forebay.events.topics import DECISIONS, SHADOW
+from forebay.journal.reader import OtherRules
+from forebay.journal.snapshots import newest_snapshot
 from forebay.live.router.standby import RecoveryDiverged, Standby
 from forebay.transport.base import Draft, Log, LogError, PolicyNotAllowed, Record
-from forebay.transport.history.reader import OtherRules
-from forebay.transport.history.snapshots import newest_snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -27,14 +27,14 @@ from forebay.events.decisions import Advanced, JournalRecord, RequestAborted, Sn
 from forebay.events.fleet import WorkerJoined
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, GROUPS, REQUESTS, topic_named
+from forebay.journal.reader import RecordedOrder, Validity, events_of
+from forebay.journal.snapshots import MissingChunk, checksum_of
 from forebay.replay.anonymize.events import KEY_BYTES, EventAnonymizer
 from forebay.replay.read_only import SliceLog
 from forebay.replay.record.slice import copy
 from forebay.replay.verify.verify import PROGRESS_EVERY, VerifyReport, verify
 from forebay.replay.walk import oldest, walk_all
 from forebay.transport.base import Log, LogError, Record
-from forebay.transport.history.reader import RecordedOrder, Validity, events_of
-from forebay.transport.history.snapshots import MissingChunk, checksum_of
 from forebay.transport.recording.manifest import Contents
 from forebay.transport.recording.writer import RecordingWriter, part_of
 

@@ -23,6 +23,8 @@ from forebay.core.state.fleet import FleetWorker
 from forebay.core.step import AnyDecision, InputEvent
 from forebay.events.fleet import WorkerLost
 from forebay.events.topics import DECISIONS, FLEET
+from forebay.journal.reader import HistoryAbandoned, OtherRules, UnreadableDecision
+from forebay.journal.start import begins_of
 from forebay.replay.at import JournalDiverged, read_losses
 from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog.facts import CatalogState
@@ -32,9 +34,7 @@ from forebay.replay.catalog.store import SIZE_MAX, CommittedPosition, Store, che
 from forebay.replay.moment import LossFacts, loss_of
 from forebay.replay.spans import OwnSpanSearch, oldest_of_any_rules
 from forebay.replay.walk import Start, Step, Walk, continue_after
-from forebay.transport.base import Log, LogError, PolicyNotAllowed
-from forebay.transport.history.reader import PAGE_RECORDS, HistoryAbandoned, OtherRules, UnreadableDecision
-from forebay.transport.history.start import begins_of
+from forebay.transport.base import PAGE_RECORDS, Log, LogError, PolicyNotAllowed
 
 logger = logging.getLogger(__name__)
 

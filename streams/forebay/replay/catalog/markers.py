@@ -30,14 +30,13 @@ from forebay.events.fleet import WorkerFact, WorkerJoined
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.scaling import PlannerPaused, PoolSizeSet, ScalingDecided, ScalingEvent
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, SCALING
+from forebay.journal.release import rules_text
 from forebay.replay.catalog.catalog_request import CatalogRequest
 from forebay.replay.catalog.facts import Marker, MarkerKind
 from forebay.replay.catalog.store import Store
 from forebay.replay.moment import flat
 from forebay.replay.scaling.journal import PARTITION, has_scaling, pool_text
-from forebay.transport.base import Log
-from forebay.transport.history.reader import records_of
-from forebay.transport.history.release import rules_text
+from forebay.transport.base import Log, records_of
 
 KINDS: tuple[MarkerKind, ...] = get_args(MarkerKind)
 SECOND_US = 1_000_000

@@ -1,6 +1,7 @@
 """Derive moments and explanations of a group, beginning at the nearest checkpoint of its catalog."""
 
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
+from forebay.journal.start import begins_of
 from forebay.replay.at import Position, seek_record, seek_time
 from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog.mentions import find_mentions
@@ -9,7 +10,6 @@ from forebay.replay.explain.explain import Known, explain
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.walk import Start, StateTime, before
 from forebay.transport.base import Log
-from forebay.transport.history.start import begins_of
 
 
 class CatalogStates:

@@ -10,6 +10,7 @@ from forebay.core.routing.counterfactual import Alternative
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.step import AnyDecision
 from forebay.events.topics import DECISIONS
+from forebay.journal.reader import journal
 from forebay.replay.at import NoSuchRecord, last_clock, offset_at
 from forebay.replay.diff.comparison import Comparison
 from forebay.replay.diff.counterfactual_world import Named, names_nothing
@@ -18,7 +19,6 @@ from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.verify.verify import PROGRESS_EVERY, OnProgress
 from forebay.replay.walk import Start, Walk, before, oldest
 from forebay.transport.base import Log, LogError
-from forebay.transport.history.reader import journal
 from forebay.transport.recording.manifest import utc
 
 

@@ -16,6 +16,7 @@ from forebay.events.fleet import WorkerFact
 from forebay.events.progress import ProgressEvent
 from forebay.events.requests import RequestCancelled, RouteQueried
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS, REQUESTS, Topic
+from forebay.journal.reader import HistoryAbandoned, OtherRules, decode_or_none
 from forebay.replay.explain.explanation import Explanation, SubmissionEvent, TimelineEntry
 from forebay.replay.explain.find import (
     Mentions,
@@ -28,8 +29,7 @@ from forebay.replay.explain.find import (
 from forebay.replay.explain.timeline import Timeline, submission_of
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.walk import LogStates, Start, States, Walk, continue_after, oldest
-from forebay.transport.base import Log, NotDerivable, Record
-from forebay.transport.history.reader import HistoryAbandoned, OtherRules, decode_or_none, records_of
+from forebay.transport.base import Log, NotDerivable, Record, records_of
 
 BREATHE_EVERY = 64  # journal records between yields to the event loop, for time limits and signals
 

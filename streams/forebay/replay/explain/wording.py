@@ -28,8 +28,8 @@ from forebay.events.progress import (
     RequestProgress,
     TransferFailed,
 )
+from forebay.journal.release import rules_text
 from forebay.replay.explain.explanation import FirstTokenTiming, Routing
-from forebay.transport.history.release import rules_text
 
 SENT = {"encode": "encode sent", "prefill": "prefill sent", "decode": "decode sent"}
 PLACES = {"host": "host memory", "disk": "disk", "store": "the shared store"}

@@ -14,11 +14,11 @@ from typing import NamedTuple
 from forebay.core.step import AnyDecision
 from forebay.events.decisions import OwnerClaimed, SnapshotRecord
 from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SCALING, SNAPSHOTS
-from forebay.transport.base import Log, LogError, Record
+from forebay.journal.reader import Validity, decode_journal, journal, journal_records
+from forebay.journal.snapshots import chunks_end, newest_snapshot, snapshots_taken
+from forebay.journal.start import EMPTY_STATE, StoredState, begins_of, continued_view, usable_state
+from forebay.transport.base import PAGE_RECORDS, Log, LogError, Record
 from forebay.transport.directory import PARTITION
-from forebay.transport.history.reader import PAGE_RECORDS, Validity, decode_journal, journal, journal_records
-from forebay.transport.history.snapshots import chunks_end, newest_snapshot, snapshots_taken
-from forebay.transport.history.start import EMPTY_STATE, StoredState, begins_of, continued_view, usable_state
 from forebay.transport.recording.manifest import Contents, Extent, RecordedGroup, utc
 from forebay.transport.recording.writer import RecordingWriter
 

@@ -12,8 +12,7 @@ from forebay.events.codec import DecodeError, decode
 from forebay.events.scaling import PlannerClaimed, PlannerPaused, PlannerStopped, PoolSizeSet, ScalingEvent
 from forebay.events.topics import SCALING
 from forebay.replay.moment import Fact
-from forebay.transport.base import Log, LogError
-from forebay.transport.history.reader import records_of
+from forebay.transport.base import Log, LogError, records_of
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.topics import partitions_of
 from forebay.transport.sqlite.log import SqliteLog

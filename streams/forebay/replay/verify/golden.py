@@ -15,12 +15,12 @@ from pathlib import Path
 import msgspec
 
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
+from forebay.journal.groups import groups_of
+from forebay.journal.reader import OtherRules
 from forebay.replay.policies import require_allowed
 from forebay.replay.verify.divergence import DivergenceReport
 from forebay.replay.verify.verify import VerifyReport, include_scaling, verify
 from forebay.transport.base import Log, PolicyNotAllowed
-from forebay.transport.history.groups import groups_of
-from forebay.transport.history.reader import OtherRules
 from forebay.transport.sqlite.log import SqliteLog
 
 

@@ -26,14 +26,14 @@ from forebay.events.decisions import (
 from forebay.events.progress import CommandDone, CommandRefused, RequestFailed, RequestFinished, RequestProgress
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, INPUTS
+from forebay.journal.snapshots import MissingChunk, OtherState, check_snapshot
+from forebay.journal.start import oldest_state
 from forebay.replay.checks import FOREIGN_PROGRESS, MISSING_SNAPSHOTS, SCALING_RULES
 from forebay.replay.scaling.journal import ScalingVerification, verify_scaling
 from forebay.replay.spans import OtherSpan, spans_of
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.walk import Walk
 from forebay.transport.base import Log
-from forebay.transport.history.snapshots import MissingChunk, OtherState, check_snapshot
-from forebay.transport.history.start import oldest_state
 
 KEPT_US = 600_000_000  # after the end of a request; later progress of its workers counts as foreign
 SHOWN_MAX = 20  # further events are only counted

@@ -19,12 +19,12 @@ from forebay.events.decisions import JournalRecord, RequestHeld, RequestRejected
 from forebay.events.progress import RequestFinished
 from forebay.events.requests import NO_HINTS, RequestSubmitted
 from forebay.events.topics import DECISIONS, PROGRESS, REQUESTS
+from forebay.journal.groups import groups_of, pools_of
+from forebay.journal.reader import RecordedOrder, Validity, journal
+from forebay.journal.start import oldest_state
 from forebay.simulate.workload import Turn, WorkloadUnusable
 from forebay.simulate.workloads.source import RowErrors
 from forebay.transport.base import Log, LogError
-from forebay.transport.history.groups import groups_of, pools_of
-from forebay.transport.history.reader import RecordedOrder, Validity, journal
-from forebay.transport.history.start import oldest_state
 from forebay.transport.sqlite.log import SqliteLog
 
 READ = (REQUESTS.name, PROGRESS.name)

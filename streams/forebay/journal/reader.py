@@ -18,12 +18,11 @@ from forebay.events.codec import MALFORMED, DecodeError, decode, unknown_tag
 from forebay.events.decisions import ConsumedRun, JournalRecord, OwnerClaimed, Sealed
 from forebay.events.topics import DECISIONS, INPUTS, Topic
 from forebay.events.versions import EVENTS_VERSION
-from forebay.transport.base import Log, LogError, Record
-from forebay.transport.history.release import rules_text
+from forebay.journal.release import rules_text
+from forebay.transport.base import PAGE_RECORDS, Log, LogError, Record, records_of
 
 logger = logging.getLogger(__name__)
 
-PAGE_RECORDS = 512  # records per read; bounds memory whatever the length of the log
 UNREAD_MAX = 4_096  # offsets of undecodable records that are remembered; far more than an owner appends at once
 
 
@@ -453,15 +452,3 @@ async def events_of(log: Log, topic: Topic, partition: int) -> AsyncIterator[tup
     async for record in records_of(log, topic, partition, start, end):
         if (event := decode_or_none(topic, record.value)) is not None:
             yield record.offset, event
-
-
-async def records_of(log: Log, topic: Topic, partition: int, start: int, end: int) -> AsyncIterator[Record]:
-    """Yield the records in [start, end) of a topic."""
-    while start < end:
-        records = await log.read(topic.name, partition, start, min(PAGE_RECORDS, end - start))
-        if not records:
-            return
-        for record in records:
-            if record.offset < end:
-                yield record
-        start = records[-1].offset + 1

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from forebay.events.decisions import OwnerClaimed, Sealed
 from forebay.events.topics import DECISIONS
-from forebay.transport.base import Log, Record
-from forebay.transport.history.reader import (
+from forebay.journal.reader import (
     OwnedState,
     RecordStamp,
     Validity,
@@ -18,7 +17,8 @@ from forebay.transport.history.reader import (
     journal_records,
     stamp_of,
 )
-from forebay.transport.history.snapshots import claim_at
+from forebay.journal.snapshots import claim_at
+from forebay.transport.base import Log, Record
 
 SEAL_RECORDS = 4  # per read of the last records before an offset, of which the very last one usually decides
 

@@ -20,9 +20,7 @@ from forebay.events.codec import DecodeError, decode
 from forebay.events.decisions import Advanced, OwnerClaimed, Sealed, SnapshotRecord
 from forebay.events.snapshots import Chunk, SnapshotChunk, WorldState
 from forebay.events.topics import DECISIONS, SNAPSHOTS
-from forebay.transport.base import Log, LogError, Record
-from forebay.transport.history.reader import (
-    PAGE_RECORDS,
+from forebay.journal.reader import (
     JournalBroken,
     OtherRules,
     can_continue,
@@ -31,6 +29,7 @@ from forebay.transport.history.reader import (
     journal_records,
     record_at,
 )
+from forebay.transport.base import PAGE_RECORDS, Log, LogError, Record
 
 BEGINNING = 0  # as `OwnerClaimed.snapshot`: the empty state, before the first record
 CHUNKS_READ = 8  # snapshot chunks per read, each at most 1 MiB

@@ -4,11 +4,11 @@ from forebay.core.state.groups import Groups
 from forebay.events.control import PolicySet, PoolConfigured
 from forebay.events.snapshots import WorldState
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, SNAPSHOTS
+from forebay.journal.claims import valid_claims
+from forebay.journal.reader import events_of
+from forebay.journal.snapshots import snapshots_taken, state_of
 from forebay.transport.base import Log
 from forebay.transport.directory import PARTITION
-from forebay.transport.history.claims import valid_claims
-from forebay.transport.history.reader import events_of
-from forebay.transport.history.snapshots import snapshots_taken, state_of
 from forebay.transport.sqlite.log import SqliteLog
 
 
