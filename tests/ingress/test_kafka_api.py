@@ -21,8 +21,8 @@ from forebay.events.request_ids import aliases_of
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RoutingHints
 from forebay.events.tokens import Embedded, ResponseEnded, ResponseError, TokenChunk, TokenEvent, TokensEmitted, Usage
 from forebay.events.topics import FIXED_TOPICS, OPENAI_RESPONSES, TOKENS
+from forebay.ingress.body_limits import BodyLimits
 from forebay.ingress.errors import ApiError
-from forebay.ingress.http.body import BodyLimits
 from forebay.ingress.kafka_api import partition as partition_module
 from forebay.ingress.kafka_api.partition import PartitionServer
 from forebay.ingress.kafka_api.request import ReplyAddress, ReplyTopics, address, body_of, nonce_of, slot_of

@@ -24,7 +24,7 @@ from forebay.events.control import (
 )
 from forebay.events.pools import GridPool, PoolCanarySet, PoolDrainSet, PoolGrid, PoolRouting, PoolRoutingConfigured
 from forebay.events.topics import CONTROL
-from forebay.ingress.http.pool_settings import PoolConfigurator
+from forebay.ingress.pool_settings import PoolConfigurator
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.ingress.conftest import ADMIN_TOKEN, NAME, Scene, error, make_scene

@@ -419,7 +419,7 @@ async def test_a_second_signal_ends_streams_at_once_with_an_error(scene: Scene) 
 async def test_a_stalled_client_does_not_delay_the_shutdown(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("forebay.ingress.http.drain.CLOSE_S", 0.01)
+    monkeypatch.setattr("forebay.ingress.drain.CLOSE_S", 0.01)
     async with served(scene, 0.0) as one:
         streaming = one.start_request()
         request = await scene.next_request()
@@ -443,7 +443,7 @@ async def test_a_request_that_is_still_arriving_at_the_end_of_the_drain_gets_503
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing interrupts a request without a response on the log, so uvicorn cancels it."""
-    monkeypatch.setattr("forebay.ingress.http.drain.CLOSE_S", 0.01)
+    monkeypatch.setattr("forebay.ingress.drain.CLOSE_S", 0.01)
 
     async with served(scene, 0.0) as one:
         reader, writer = await asyncio.open_connection(one.client.base_url.host, one.client.base_url.port)

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.events.base import unpack_u32
+from forebay.ingress.body_limits import SMALL_BYTES, BodyLimits, BodyMemory
 from forebay.ingress.errors import ApiError
-from forebay.ingress.http.body import SMALL_BYTES, BodyLimits, BodyMemory
 from forebay.ingress.kafka_api.request import body_of
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.tokenizer import CHARS_PER_TOKEN, INLINE_CHARS_MAX, PIECE_CHARS, QUEUE_CHARS_MAX, encode_prompt

@@ -1,8 +1,8 @@
 """Parts of an ingress process that all models which it serves share."""
 
 from forebay.ingress.admission import IngressAdmission
-from forebay.ingress.http.body import VALUES_MAX, BodyLimits, BodyMemory
-from forebay.ingress.http.drain import IngressDrain
+from forebay.ingress.body_limits import VALUES_MAX, BodyLimits, BodyMemory
+from forebay.ingress.drain import IngressDrain
 from forebay.ingress.media.fetch import MediaFetcher
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.openai.fields import BodyT, parse

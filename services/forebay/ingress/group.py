@@ -8,8 +8,8 @@ from forebay.ingress.adapters import Adapters
 from forebay.ingress.commands import CommandClient
 from forebay.ingress.errors import ApiError, no_router
 from forebay.ingress.front import Front
-from forebay.ingress.http.pool_settings import PoolConfigurator
 from forebay.ingress.metrics import IngressMetrics
+from forebay.ingress.pool_settings import PoolConfigurator
 from forebay.ingress.settings import IngressSettings
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import OwnerPresence

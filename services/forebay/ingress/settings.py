@@ -1,14 +1,15 @@
 """Settings of an ingress."""
 
+import re
 from dataclasses import dataclass, field
 
-from forebay.ingress.http import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
-from forebay.ingress.kafka_api.request import require_patterns
+from forebay.ingress.body_limits import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
 from forebay.ingress.media.tokens import PUBLIC_ONLY, MediaSettings
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX
 from forebay.ingress.parsers.selection import AUTO
 from forebay.runtime.errors import ConfigError
 
+REPLY_TOPICS = re.compile(r"[A-Za-z0-9._*?-]{1,249}")  # names of Kafka, * and ?
 ALL_MODELS = "all models"  # no name of a model, because it has a space
 
 
@@ -57,7 +58,12 @@ class IngressSettings:
     incarnation: str = ""
 
     def __post_init__(self) -> None:
-        require_patterns(self.reply_topics)
+        for pattern in self.reply_topics:
+            if not REPLY_TOPICS.fullmatch(pattern):
+                raise ConfigError(
+                    f"invalid --reply-topic {pattern!r}; a pattern has 1 to 249 letters, digits, dots, "
+                    "dashes, underscores, * for any characters and ? for one"
+                )
         if self.admin_token in self.api_keys:
             raise ConfigError("the admin token is also an API key; choose two different values")
         names = (self.model_name, *self.loras)

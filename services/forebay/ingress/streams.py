@@ -12,8 +12,8 @@ from forebay.core.state.reply_slot import ResponseState, apply
 from forebay.events.codec import DecodeError, decode
 from forebay.events.tokens import CommandResponse, RouteResponse, TokenEvent
 from forebay.events.topics import TOKENS
+from forebay.ingress.drain import SHUTTING_DOWN
 from forebay.ingress.errors import ApiError
-from forebay.ingress.http.drain import SHUTTING_DOWN
 from forebay.transport.base import Log, LogError
 
 logger = logging.getLogger(__name__)

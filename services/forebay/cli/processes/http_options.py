@@ -13,7 +13,7 @@ from forebay.cli.common.credentials import (
 )
 from forebay.cli.common.options import Option
 from forebay.cli.processes.options import names
-from forebay.ingress.http import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
+from forebay.ingress.body_limits import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
 from forebay.ingress.media.tokens import MediaSettings
 from forebay.runtime.errors import ConfigError
 

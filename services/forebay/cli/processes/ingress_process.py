@@ -28,12 +28,12 @@ from forebay.cli.processes.model_source import find_model
 from forebay.cli.processes.options import adapters, named, names
 from forebay.events.topics import TOKENS
 from forebay.ingress.catalog import Catalog
+from forebay.ingress.drain import IngressDrain
 from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.front import Front
 from forebay.ingress.group import Readiness
 from forebay.ingress.http.app import build_app
-from forebay.ingress.http.drain import IngressDrain
 from forebay.ingress.http.endpoint import Endpoint
 from forebay.ingress.http.protocol import ConnectionLimits, connections_allowed
 from forebay.ingress.http.queries import SharedReader, StatusReader

@@ -15,13 +15,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forebay.events.names import unknown_name
 from forebay.ingress.admission import AdmissionMiddleware
+from forebay.ingress.drain import DrainMiddleware
 from forebay.ingress.errors import ApiError
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.front import Front
 from forebay.ingress.group import GroupClient
 from forebay.ingress.http.admin import BODIES as ADMIN_BODIES
 from forebay.ingress.http.admin import add_admin
-from forebay.ingress.http.drain import DrainMiddleware
 from forebay.ingress.http.guards import ApiKeyGuard, Cors, OriginGuard
 from forebay.ingress.http.openapi import RUNS, body_of, describe, errors, streamed, text
 from forebay.ingress.http.pages import add_pages

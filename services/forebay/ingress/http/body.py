@@ -1,121 +1,17 @@
 """Read request bodies with bounded memory and time, and generate request ids."""
 
-import re
-from dataclasses import dataclass
 from types import TracebackType
 
-import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from forebay import runtime
 from forebay.events.request_ids import NUMBER_BYTES, http_request_id
+from forebay.ingress.body_limits import SMALL_BYTES, BodyLimits, BodyMemory
 from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.http import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
 from forebay.ingress.openai.requests import REQUEST_ID
 
-SMALL_BYTES = 64 << 10  # smaller bodies do not count, because the number of connections limits their total
-# Decoding holds the interpreter, so a thread would not help other requests. 200,000 values take about 0.1 s.
-VALUES_MAX = 200_000
-STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # an unterminated string is scanned once
-
-
-class _Url(msgspec.Struct):
-    url: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-class _Part(msgspec.Struct):
-    image_url: _Url | None = None
-    video_url: _Url | None = None
-
-
-class _Message(msgspec.Struct):
-    content: list[_Part] | str | None = None
-
-
-class _Chat(msgspec.Struct):
-    messages: list[_Message] = []
-
-
-@dataclass(frozen=True, slots=True)
-class BodyLimits:
-    """Limits of one request body.
-
-    Attributes:
-        text_bytes_max: maximum bytes of a body, not counting the URLs of its images and videos.
-        media_bytes_max: maximum bytes of a whole body with these URLs. Used only if `takes_media`.
-        values_max: maximum number of JSON values, which determines the time to decode a body. At least the context
-            length of the model, because a prompt of token ids has one value per token.
-    """
-
-    text_bytes_max: int = TEXT_BYTES_MAX
-    media_bytes_max: int = MEDIA_BYTES_MAX
-    takes_media: bool = False
-    values_max: int = VALUES_MAX
-
-    @property
-    def bytes_max(self) -> int:
-        return max(self.text_bytes_max, self.media_bytes_max) if self.takes_media else self.text_bytes_max
-
-    def too_large(self, size: int | None = None) -> ApiError:
-        """Return the error for a body above the limit. A `size` of None means that it was not read to its end."""
-        found = "too many" if size is None else f"{size:,}"
-        if self.takes_media:
-            limit = f"{self.bytes_max:,} bytes for bodies with images or videos (--media-body-bytes-max)"
-        else:
-            limit = f"{self.text_bytes_max:,} bytes (--body-bytes-max)"
-        return ApiError(413, "body_too_large", f"the body has {found} bytes; the limit is {limit}")
-
-    def require(self, raw: bytes) -> None:
-        """Raise ApiError (413) above a limit. Takes time linear in the size of the body."""
-        size = len(raw)
-        if size > self.bytes_max:
-            raise self.too_large(size)
-        if size > self.text_bytes_max:
-            text_bytes = size - _media_bytes(raw)
-            if text_bytes > self.text_bytes_max:
-                text = f"the body has {text_bytes:,} bytes without its images and videos; the limit is "
-                raise ApiError(413, "body_too_large", f"{text}{self.text_bytes_max:,} bytes (--body-bytes-max)")
-        if size > SMALL_BYTES and _separators(raw) > self.values_max:
-            values = _separators(STRING.sub(b"", raw))
-            if values > self.values_max:
-                text = f"the body has {values:,} JSON values; the limit is {self.values_max:,}"
-                raise ApiError(413, "too_many_values", text)
-
-
-def _media_bytes(raw: bytes) -> int:
-    """Return the total bytes of the URLs of images and videos, 0 if the body is not a chat request."""
-    try:
-        chat = msgspec.json.decode(raw, type=_Chat)
-    except (msgspec.MsgspecError, RecursionError):
-        return 0
-    parts = (part for message in chat.messages if isinstance(message.content, list) for part in message.content)
-    urls = (one.url for part in parts for one in (part.image_url, part.video_url) if one is not None)
-    return sum(len(bytes(url)) for url in urls if url is not msgspec.UNSET)
-
-
-def _separators(raw: bytes) -> int:
-    """Return an upper bound of the number of JSON values: the separators outside of strings."""
-    return 1 + raw.count(b",") + raw.count(b"[") + raw.count(b"{")
-
-
-MEMORY_BYTES_MAX = 256 << 20  # per process: bodies that are read, decoded or tokenized at the same time
 CLIENT_ID_BYTES = 8  # random; for a request without `x-request-id`
 LENGTH_DIGITS_MAX = 19  # a signed 64-bit integer has at most 19 digits
-
-
-class BodyMemory:
-    """Limits the memory of all request bodies that one process has read and not yet tokenized.
-
-    Bodies of at most `SMALL_BYTES` do not count. At least one body of the maximum size always fits.
-    """
-
-    def __init__(self, limits: BodyLimits, bytes_max: int = MEMORY_BYTES_MAX) -> None:
-        self.limits = limits
-        self.bytes_max = max(bytes_max, limits.bytes_max)
-        self.held = 0
-
-    def reader(self) -> "BodyReader":
-        return BodyReader(self)
 
 
 class BodyReader:

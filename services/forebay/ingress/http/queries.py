@@ -15,12 +15,12 @@ from forebay.events.request_ids import client_id_of
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.group import GroupClient
-from forebay.ingress.http.body import request_id_of
+from forebay.ingress.http.body import BodyReader, request_id_of
 from forebay.ingress.http.openapi import BODY_ERRORS, QUERIES, body_of, errors, json_of
 from forebay.ingress.openai.fields import CheckedBody
-from forebay.ingress.openai.render import route_of
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.openai.sampling import TokenIds
+from forebay.ingress.render import route_of
 from forebay.ingress.served import ServedModels
 from forebay.replay.status import GroupStatus
 
@@ -37,7 +37,7 @@ def add_route_query(app: FastAPI, models: ServedModels) -> None:
     async def route(request: Request) -> Response:
         """Return the worker that the router would select for a chat or text completion. Nothing is generated."""
         models.require_any()
-        with front.bodies.reader() as reader:
+        with BodyReader(front.bodies) as reader:
             raw = await reader.read(request)
             body = front.parse(kind_of(raw), raw)
             return await respond_to_query(request, models, body)
@@ -182,7 +182,7 @@ def add_tokenization(app: FastAPI, models: ServedModels) -> None:
     @app.post("/tokenize", openapi_extra=body_of(TokenizeChatBody, TokenizeTextBody), responses=responses)
     async def tokenize(request: Request) -> dict[str, Any]:
         """Return the tokens of a text, or of a chat after the chat template."""
-        with front.bodies.reader() as reader:
+        with BodyReader(front.bodies) as reader:
             raw = await reader.read(request)
             await front.admission.turn()
             body: TokenizeChatBody | TokenizeTextBody
@@ -204,7 +204,7 @@ def add_tokenization(app: FastAPI, models: ServedModels) -> None:
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeBody), responses=responses)
     async def detokenize(request: Request) -> dict[str, str]:
         """Return the text of tokens, including special tokens."""
-        with front.bodies.reader() as reader:
+        with BodyReader(front.bodies) as reader:
             raw = await reader.read(request)
             await front.admission.turn()
             body = front.parse(DetokenizeBody, raw)

@@ -16,7 +16,7 @@ from forebay import runtime
 from forebay.ingress.access_log import add_fields
 from forebay.ingress.errors import ApiError, internal_error
 from forebay.ingress.front import Front
-from forebay.ingress.http.body import request_id_of
+from forebay.ingress.http.body import BodyReader, request_id_of
 from forebay.ingress.http.queries import respond_to_query
 from forebay.ingress.http.response import OneResponse, PartsResponse
 from forebay.ingress.openai.embeddings import EmbeddingBody
@@ -49,7 +49,7 @@ async def respond(request: Request, models: ServedModels, kind: type[AnyBody]) -
     began_s = runtime.monotonic_s()
     front = models.front
     models.require_any()
-    with front.bodies.reader() as reader:
+    with BodyReader(front.bodies) as reader:
         raw = await reader.read(request)
         await front.admission.turn()
         body = front.parse(kind, raw)

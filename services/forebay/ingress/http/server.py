@@ -12,7 +12,7 @@ from typing import Any, Self
 import uvicorn
 from starlette.types import ASGIApp
 
-from forebay.ingress.http.drain import AT_ONCE_S, IngressDrain
+from forebay.ingress.drain import AT_ONCE_S, IngressDrain
 from forebay.ingress.http.endpoint import TlsFiles
 from forebay.ingress.http.error_guard import ErrorGuard
 from forebay.ingress.http.protocol import REFUSED_MAX, ConnectionLimits, bounded

@@ -9,15 +9,13 @@ from xxhash import xxh3_64_intdigest
 
 from forebay.events.names import unknown_name
 from forebay.events.topics import OPENAI_RESPONSES, topic_named
+from forebay.ingress.body_limits import BodyLimits
 from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.http.body import BodyLimits
 from forebay.ingress.openai.fields import parse
 from forebay.ingress.openai.requests import CHAT_PATH, KINDS, REQUEST_ID, AnyBody
-from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Record
 
 TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")  # valid names in Kafka
-PATTERN = re.compile(r"[A-Za-z0-9._*?-]{1,249}")
 
 
 class ReplyTopics:
@@ -38,16 +36,6 @@ class ReplyTopics:
 
     def __str__(self) -> str:
         return ", ".join((self.default, *self._patterns))
-
-
-def require_patterns(patterns: Sequence[str]) -> None:
-    """Raise ConfigError for a `--reply-topic` with a length or characters that topic names cannot have."""
-    for pattern in patterns:
-        if not PATTERN.fullmatch(pattern):
-            raise ConfigError(
-                f"invalid --reply-topic {pattern!r}; a pattern has 1 to 249 letters, digits, dots, "
-                "dashes, underscores, * for any characters and ? for one"
-            )
 
 
 def _is_forebay_topic(topic: str) -> bool:
