@@ -163,7 +163,7 @@ def reroute(world: World, requests: list[ActiveRequest], cause: str | None = Non
 
 
 def handle_rejection(world: World, request: ActiveRequest, event: AttemptRejected) -> list[AnyDecision]:
-    """Send a request to another worker, because its worker has rejected it. Return the decisions.
+    """Replan or abort a request, because its worker has rejected it. Return the decisions.
 
     If no other worker may take the request, or it has used up its attempts, its client gets the error of the worker.
     """
@@ -174,13 +174,14 @@ def handle_rejection(world: World, request: ActiveRequest, event: AttemptRejecte
     # A prompt that no prefill worker takes can be computed by the decode worker.
     have_others = request.stage == "prefill" or has_candidates(world, pool, request.submitted, request.rejected_by)
     if not is_exhausted and (have_others or choose_other_pool(world, request) is not None):
-        return reroute(world, [request], event.error)
+        world.replan([request], event.error)
+        return []
     answer = event.error, event.status, event.code, event.retry_after_s
     return [abort(world, request, "worker_refused", *answer)]
 
 
 def handle_worker_loss(world: World, worker: FleetWorker) -> list[AnyDecision]:
-    """Remove a lost worker from the state, and route its requests again, in order of submission. Return the decisions.
+    """Remove a lost worker from the state, and replan its requests, in order of submission. Return the decisions.
 
     Requests that may only run on this worker are aborted.
     """
@@ -195,7 +196,8 @@ def handle_worker_loss(world: World, worker: FleetWorker) -> list[AnyDecision]:
     for request in world.requests.pinned_to(worker.spec.worker_id):
         message = f"worker {worker.spec.worker_id} was lost, and the request is pinned to it"
         aborted.append(abort(world, request, "pinned_worker_lost", message))
-    return aborted + reroute(world, [request for request in stranded if request.phase is Phase.WAITING])
+    world.replan(request for request in stranded if request.phase is Phase.WAITING)
+    return [*aborted, *release_kv(world)]
 
 
 def _pool_of(world: World, model: str) -> PoolConfigured:

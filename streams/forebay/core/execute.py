@@ -132,7 +132,7 @@ def abort(
     code: str = "",
     retry_after_s: int = 0,
 ) -> RequestAborted:
-    """End an accepted request, free its load and its place in the queue, and return the journal record.
+    """End an accepted request, free its load and its place in the queue for others, and return the journal record.
 
     `status` (HTTP) and `code` come from a worker that rejected the request; otherwise they are 0 and empty. That worker
     takes requests again after `retry_after_s`; 0 if unknown.
@@ -149,6 +149,7 @@ def abort(
         world.requests.forget_prefilled(request)  # the record itself names the worker that releases the KV
     world.queues.remove(request.submitted.request_id)
     world.requests.end(request, world.now_us)
+    world.replan()
     return RequestAborted(
         **world.stamp(),
         request_id=request.submitted.request_id,

@@ -78,7 +78,8 @@ from forebay.events.requests import RequestCancelled, RequestEvent, RequestSubmi
 from forebay.events.versions import may_write
 
 __all__ = [
-    "CLOCK", "CONSUMED_RUNS_MAX", "AnyDecision", "InputEvent", "advance", "claim", "is_member", "open_run", "step",
+    "CLOCK", "CONSUMED_RUNS_MAX", "AnyDecision", "InputEvent", "advance", "claim", "is_member", "open_run",
+    "replan", "step",
 ]  # fmt: skip
 
 CLOCK = "clock"  # pseudo topic of a run without events, in which only time passes
@@ -114,6 +115,7 @@ def open_run(world: World, now_us: int) -> list[AnyDecision]:
         return []
     world.note(CLOCK, 0, now_us)
     world.expire()
+    world.replan()  # the pause of a worker may be over
     decided: list[AnyDecision] = []
     for request in world.requests.expired(now_us):
         if request.phase is Phase.QUEUED:
@@ -126,8 +128,8 @@ def open_run(world: World, now_us: int) -> list[AnyDecision]:
         limit_s = (request.queue_due_us - request.queued_at_us) / 1e6
         message = f"no worker had room for the request within the queue timeout of {limit_s:g} s"
         decided.append(abort(world, request, "queue_timeout", message))
-    decided += end_commands(world, world.commands.expired(now_us))
-    return decided + drain_queues(world)
+    world.commands.time_out(now_us)
+    return decided + replan(world)
 
 
 def step(world: World, topic: str, event: InputEvent | None, now_us: int) -> list[AnyDecision]:
@@ -142,13 +144,24 @@ def step(world: World, topic: str, event: InputEvent | None, now_us: int) -> lis
     world.expire()
     if event is not None and not may_write(type(event), world.owner_events):
         event = None  # this program knows the type, but the owner did not
-    decided = _decide(world, event, offset)
+    decided = _apply(world, event, offset)
+    if world.replanning is not None:  # most events, such as a thousand load reports per second, change no plan
+        decided += replan(world)
     if world.requests.unfetched:
         decided += release_kv(world)
     return decided
 
 
-def _decide(world: World, event: InputEvent | None, offset: int) -> list[AnyDecision]:
+def replan(world: World) -> list[AnyDecision]:
+    """Make the decisions that the changes since the last event allow: route requests again, and serve the queues."""
+    decided = reroute(world, world.replanning, world.failure) if world.replanning else []
+    decided += end_commands(world)
+    decided += drain_queues(world)
+    world.replanning = world.failure = None
+    return decided
+
+
+def _apply(world: World, event: InputEvent | None, offset: int) -> list[AnyDecision]:
     match event:
         case RequestSubmitted():
             return submit(world, event, offset)
@@ -162,15 +175,15 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[AnyDeci
         case ProgressEvent():
             return _progress(world, event)
         case CommandDone() | CommandRefused():
-            return _command_response(world, event)
+            return [*apply_command_response(world, event)]
         case EngineFailed():
             world.counts["engine_failed"] += 1
         case LoadReported():
-            return _report(world, event)
+            _report(world, event)
         case RequestCancelled():
             request = world.requests.get(event.request_id)
             if request is not None:
-                return [abort(world, request, "cancelled", event.reason), *drain_queues(world)]
+                return [abort(world, request, "cancelled", event.reason)]
         case RouteQueried():
             return [query(world, event)]
         case WorkerJoined() | WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost():
@@ -179,19 +192,19 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[AnyDeci
             return _fleet(world, event, offset)
         case PoolConfigured():
             world.configure(event)
-            return reroute(world, world.requests.waiting()) + drain_queues(world)
+            world.replan(world.requests.waiting())
         case BusyThresholdsSet():
             world.set_busy(event.model, event.thresholds)
-            return drain_queues(world)
+            world.replan()
         case DisaggregationSet():
             world.set_disagg(event.model, event.disagg)
-            return reroute(world, world.requests.waiting()) + drain_queues(world)
+            world.replan(world.requests.waiting())
         case PolicySet():
             world.set_mode(event.model, event.pool, event.mode)
-            return reroute(world, world.requests.waiting()) + drain_queues(world)
+            world.replan(world.requests.waiting())
         case PoolRoutingConfigured() | PoolCanarySet() | PoolDrainSet():
             world.registry.apply(event)
-            return reroute(world, world.requests.waiting()) + drain_queues(world)
+            world.replan(world.requests.waiting())
         case WorkerCommanded():
             return [*submit_command(world, event, offset)]
         case None:
@@ -239,6 +252,7 @@ def _progress(world: World, event: RequestProgress) -> list[AnyDecision]:
         if is_foreign(world, event):
             world.counts["foreign_progress"] += 1
         return []
+    world.replan()
     match event:
         case FirstTokenEmitted():
             world.note_computed(request)
@@ -259,29 +273,28 @@ def _progress(world: World, event: RequestProgress) -> list[AnyDecision]:
         case AttemptRejected():
             world.load.free(event.request_id)
             world.withdraw_routing(request)
-            return handle_rejection(world, request, event) + drain_queues(world)
+            return handle_rejection(world, request, event)
         case EncodeFinished():
             world.load.free(event.request_id)
-            return reroute(world, [request]) + drain_queues(world)
+            world.replan([request])
         case EncodeFailed() | TransferFailed():
             world.load.free(event.request_id)
             if isinstance(event, TransferFailed):
                 world.withdraw_routing(request)
-            return reroute(world, [request], event.error) + drain_queues(world)
+            world.replan([request], event.error)
         case PrefillFinished():
             world.load.free(event.request_id)
             world.note_computed(request)
-            return reroute(world, [request], _descriptor_fault(world, request, event)) + drain_queues(world)
+            world.replan([request], _descriptor_fault(world, request, event))
         case PrefillFailed():
             world.load.free(event.request_id)
             world.withdraw_routing(request)
             if event.status < SERVER_ERROR:
-                aborted = abort(world, request, "prefill_refused", event.error, event.status, event.code)
-                return [aborted, *drain_queues(world)]
-            return reroute(world, [request], event.error) + drain_queues(world)
+                return [abort(world, request, "prefill_refused", event.error, event.status, event.code)]
+            world.replan([request], event.error)
         case _:
             assert_never(event)
-    return drain_queues(world)
+    return []
 
 
 def is_foreign(world: World, event: RequestProgress) -> bool:
@@ -323,25 +336,14 @@ def _descriptor_fault(world: World, request: ActiveRequest, event: PrefillFinish
     return f"the KV descriptor of {reported} names {named}"
 
 
-def _command_response(world: World, event: CommandDone | CommandRefused) -> list[AnyDecision]:
-    ended, loaded = apply_command_response(world, event)
-    if not loaded:
-        return [*ended]
-    # Waiting requests may need the adapter that was loaded.
-    return [*ended, *reroute(world, world.requests.waiting()), *drain_queues(world)]
-
-
-def _report(world: World, event: LoadReported) -> list[AnyDecision]:
+def _report(world: World, event: LoadReported) -> None:
     if not _is_of_fleet(world, event):
-        return []
+        return
     before = world.load.rank_load(event.worker_id, event.rank).reported
     world.load.report(event)
-    if before is None:
-        return []
-    # Only freed blocks or a shorter engine queue can make room for a queued request. Do nothing else, because a
-    # thousand reports arrive per second.
-    has_room = event.kv_blocks_used < before.kv_blocks_used or event.waiting < before.waiting
-    return drain_queues(world) if has_room else []
+    # Only freed blocks or a shorter engine queue can make room for a queued request.
+    if before is not None and (event.kv_blocks_used < before.kv_blocks_used or event.waiting < before.waiting):
+        world.replan()
 
 
 def _is_of_fleet(world: World, event: MetricEvent) -> bool:
@@ -360,24 +362,23 @@ def _fleet(world: World, event: AnyFleetEvent, offset: int) -> list[AnyDecision]
         world.counts["stale_fleet_event"] += 1
         return []
     world.forget_rosters()
-    decided: list[AnyDecision] = []
+    world.replan()  # queued requests whose session was bound to a lost worker, for example, can go to other workers
     match event:
         case WorkerJoined() if worker is not None:
             world.admit(worker)
-            decided = reroute(world, world.requests.waiting())
+            world.replan(world.requests.waiting())
         case WorkerRecovered():
-            decided = reroute(world, world.requests.waiting())
+            world.replan(world.requests.waiting())
         case WorkerLost() if worker is not None:
             if world.on_loss is not None:
                 world.on_loss(event, worker)
-            decided = handle_worker_loss(world, worker)
-            decided += end_commands(world, world.commands.drop_worker(worker.spec.worker_id, worker.worker_epoch))
+            world.commands.drop_worker(worker.spec.worker_id, worker.worker_epoch)
+            return handle_worker_loss(world, worker)
         case IngressLost():
-            decided = abort_orphans(world, event)
+            return abort_orphans(world, event)
         case _:
             pass
-    # If a worker is lost, queued requests whose session was bound to it can go to other workers.
-    return decided + drain_queues(world)
+    return []
 
 
 def abort_orphans(world: World, lost: IngressLost) -> list[AnyDecision]:

@@ -71,33 +71,26 @@ def submit_command(world: World, event: WorkerCommanded, offset: int) -> list[Co
     ]
 
 
-def apply_command_response(world: World, event: CommandDone | CommandRefused) -> tuple[list[CommandEnded], bool]:
-    """Apply a worker's response to a command.
-
-    Return the record of the command's end, if no worker has it pending any more, and whether the response changed the
-    adapters that the worker has loaded.
-    """
-    changed = False
+def apply_command_response(world: World, event: CommandDone | CommandRefused) -> list[CommandEnded]:
+    """Apply a worker's response to a command. Return the record of the command's end, if this is the last response."""
     if isinstance(event, CommandDone) and event.action in LORA_CHANGES:
         # Apply the adapters even if the response is too late for its command: they are loaded all the same.
         try:
-            changed = world.fleet.set_loras(event.worker_id, event.worker_epoch, event.loras)
+            if world.fleet.set_loras(event.worker_id, event.worker_epoch, event.loras):
+                world.replan(world.requests.waiting())  # these requests may need the adapter that was loaded
         except IllegalTransition:
             world.counts["foreign_adapters"] += 1
     try:
-        pending = world.commands.apply_response(event)
+        world.commands.apply_response(event)
     except IllegalTransition:
         world.counts["stale_command_response"] += 1
-        return [], changed
-    return end_commands(world, [pending]), changed
+    return end_commands(world)
 
 
-def end_commands(world: World, commands: list[PendingCommand]) -> list[CommandEnded]:
-    """End those of `commands` that are pending at no worker any more. Return their journal records."""
+def end_commands(world: World) -> list[CommandEnded]:
+    """End the commands that are pending at no worker any more. Return their journal records."""
     ended = []
-    for pending in commands:
-        if pending.open:
-            continue
+    for pending in world.commands.closed:
         world.commands.end(pending, world.now_us)
         world.counts.update(f"command_{outcome.status}" for outcome in pending.outcomes.values())
         ended.append(
@@ -110,6 +103,7 @@ def end_commands(world: World, commands: list[PendingCommand]) -> list[CommandEn
                 outcomes=tuple(pending.outcomes.values()),
             )
         )
+    world.commands.closed.clear()
     return ended
 
 

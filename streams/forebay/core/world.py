@@ -66,6 +66,9 @@ class World:
         owner_events: version of the event types that the owner can read. Events of later types have no effect.
         custom: classes of custom policies that this process may run. Not part of the state.
         seq: sequence number of the next decision.
+        replanning: accepted requests to route again at the end of the current event, before the queues are served; None
+            if the event changes no plan. It is always None between two events.
+        failure: error of the worker that failed a request in `replanning`; None if no worker reported an error.
         counts: counters for diagnostics; not part of the state.
         on_plan: called with every plan before it is booked; None for no call. The function may read the world and must
             not change it. Not part of the state.
@@ -98,6 +101,8 @@ class World:
         self.owner_policies: tuple[str, ...] = ()
         self.owner_events = EVENTS_VERSION
         self.seq = 0
+        self.replanning: list[ActiveRequest] | None = None
+        self.failure: str | None = None
         self.counts: Counter[str] = Counter()
         self.on_plan: Callable[[Plan], None] | None = None
         self.on_loss: Callable[[WorkerLost, FleetWorker], None] | None = None
@@ -113,6 +118,15 @@ class World:
             consumed[-1] = ConsumedRun(topic=topic, count=last.count + count, now_us=now_us)
             return
         consumed.append(ConsumedRun(topic=topic, count=count, now_us=now_us))
+
+    def replan(self, requests: Iterable[ActiveRequest] = (), failure: str | None = None) -> None:
+        """Serve the queues at the end of the current event, after `requests` in the phase `waiting` have been routed.
+
+        Call this whenever a rank may have got room, or a request a rank. `failure` is the error of the worker that
+        failed to encode, compute or fetch; None if no worker failed.
+        """
+        self.replanning = [*(self.replanning or ()), *requests]
+        self.failure = failure
 
     def take_consumed(self) -> tuple[ConsumedRun, ...]:
         """Return the runs of events since the last decision, and start a new list."""
@@ -374,7 +388,7 @@ class World:
         return self._facts(self.index.cursors())
 
     def _facts(self, index: Iterable[Chunk]) -> Iterator[Chunk]:
-        assert not self.consumed, "a snapshot is taken between journal records"
+        assert self.replanning is None and not self.consumed, "a snapshot is taken between journal records"
         yield WorldState(
             now_us=self.now_us,
             view=tuple(ConsumedRun(topic=topic, count=count, now_us=0) for topic, count in sorted(self.view.items())),

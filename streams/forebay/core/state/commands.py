@@ -68,9 +68,15 @@ class PendingCommand:
 
 
 class PendingCommands:
-    """Pending commands by id, and hashes of the ids of recently ended commands."""
+    """Pending commands by id, and hashes of the ids of recently ended commands.
+
+    Attributes:
+        closed: commands that are pending at no worker any more. Not part of the state: after a method has added to it,
+            the caller must end them before the next event.
+    """
 
     def __init__(self) -> None:
+        self.closed: list[PendingCommand] = []
         self._pending: dict[str, PendingCommand] = {}
         self._remembered = RecentIds()
         self._sum = 0
@@ -100,8 +106,8 @@ class PendingCommands:
         """Remember the id of a command that ended without being pending, for `REMEMBER_US` after `now_us`."""
         self._remembered.add(id_hash(command_id), nonce, now_us + REMEMBER_US)
 
-    def apply_response(self, event: CommandDone | CommandRefused) -> PendingCommand:
-        """Apply a worker's response, and return its command.
+    def apply_response(self, event: CommandDone | CommandRefused) -> None:
+        """Apply a worker's response to its command.
 
         Raises IllegalTransition if the command is not pending at this worker in this epoch.
         """
@@ -118,26 +124,20 @@ class PendingCommands:
                 self._settle(pending, msgspec.structs.replace(outcome, status="refused", message=event.error))
             case _:
                 assert_never(event)
-        return pending
 
-    def drop_worker(self, worker_id: str, worker_epoch: int) -> list[PendingCommand]:
-        """Set the outcome of commands pending at a lost worker to `left`, and return them in order of `control`."""
-        left = []
+    def drop_worker(self, worker_id: str, worker_epoch: int) -> None:
+        """Set the outcome of commands pending at a lost worker to `left`."""
         for pending in self.pending():
             outcome = pending.outcomes.get(worker_id)
             if outcome is not None and outcome.worker_epoch == worker_epoch and outcome.status == "pending":
                 self._set_failed(pending, outcome, "left", WORKER_LOST)
-                left.append(pending)
-        return left
 
-    def expired(self, now_us: int) -> list[PendingCommand]:
-        """Set pending outcomes past their deadline to `timed_out`. Return these commands; the caller must end them."""
-        due = sorted((one for one in self._pending.values() if one.due_us <= now_us), key=_deadline)
-        for pending in due:
+    def time_out(self, now_us: int) -> None:
+        """Set pending outcomes past their deadline to `timed_out`."""
+        for pending in sorted((one for one in self._pending.values() if one.due_us <= now_us), key=_deadline):
             for outcome in list(pending.outcomes.values()):
                 if outcome.status == "pending":
                     self._set_failed(pending, outcome, "timed_out", TIMED_OUT)
-        return due
 
     def end(self, pending: PendingCommand, now_us: int) -> None:
         """Remove a command that is pending at no worker, and remember its id for `REMEMBER_US` after `now_us`."""
@@ -203,6 +203,8 @@ class PendingCommands:
         pending.outcomes[outcome.worker_id] = outcome
         pending.chars += _chars(outcome)
         pending.open -= 1
+        if not pending.open:
+            self.closed.append(pending)
 
 
 def _chars(outcome: CommandOutcome) -> int:

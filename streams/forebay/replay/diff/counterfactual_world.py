@@ -14,7 +14,6 @@ from heapq import heappop, heappush
 
 import msgspec
 
-from forebay.core.dispatch import drain_queues, reroute
 from forebay.core.phases import Phase
 from forebay.core.restore import restore
 from forebay.core.routing.counterfactual import Alternative, merge_runtime_settings
@@ -22,7 +21,7 @@ from forebay.core.routing.plan import Plan
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.pool_registry import PoolEvent
 from forebay.core.state.prefix_index import NO_OVERLAP
-from forebay.core.step import CLOCK, AnyDecision, InputEvent, claim, open_run, step
+from forebay.core.step import CLOCK, AnyDecision, InputEvent, claim, open_run, replan, step
 from forebay.core.world import World
 from forebay.events.control import (
     BusyThresholds,
@@ -108,9 +107,10 @@ class CounterfactualWorld:
                 world.busy[name] = self._thresholds(self._recorded[name], by_hand)
             if disagg is not None:
                 world.disagg[name] = self._disagg(self._recorded[name], disagg)
-        return (
-            self._after(reroute(world, world.requests.waiting()) + drain_queues(world), world.now_us) if changed else []
-        )
+        if not changed:
+            return []
+        world.replan(world.requests.waiting())
+        return self._after(replan(world), world.now_us)
 
     def claim(self, offset: int) -> None:
         """Apply the claim of a new owner at journal offset `offset`, which history's world has just applied."""
