@@ -5,10 +5,10 @@ from pathlib import Path
 import msgspec
 
 from forebay import runtime
-from forebay.cli.processes.engine_options import Adapter
 from forebay.engine_model.model import EngineConfig
 from forebay.events.fleet import WorkerSpec
 from forebay.workers.engine import EngineError, Publish
+from forebay.workers.engines.adapters import Adapter
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.settings import EngineSettings
 

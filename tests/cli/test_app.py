@@ -8,16 +8,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from click.testing import CliRunner
 
 from forebay.cli.app import app
 from forebay.cli.common import extras
-from forebay.cli.common.cluster import leases_at
 from forebay.cli.common.command_class import SERVICE_OPTIONS, CliCommand
 from forebay.cli.common.config_file import SERVICES
 from forebay.cli.common.options import Number
+from forebay.processes.service import leases_at
+from forebay.runtime.errors import ConfigError
 from tests.cli.in_process import forebay
 from tests.command_line import commands, options
 from tests.harness.local import free_ports
@@ -341,11 +341,10 @@ def test_config_show_masks_passwords_of_urls(url: str, masked: str) -> None:
     assert shown("worker", "--redis", url)["redis"]["value"] == masked
 
 
-def test_errors_about_a_url_have_no_password(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(click.exceptions.Exit):
+def test_errors_about_a_url_have_no_password() -> None:
+    with pytest.raises(ConfigError, match=r"--redis redis://me:\*\*\*\*\*\*\*\*@127.0.0.1:port: ") as raised:
         leases_at("redis://me:hunter2@127.0.0.1:port", "namespace")
-    assert "--redis redis://me:********@127.0.0.1:port: " in (text := capsys.readouterr().err)
-    assert "hunter2" not in text
+    assert "hunter2" not in str(raised.value)
 
 
 def test_config_show_prints_a_table_and_accepts_subcommands() -> None:

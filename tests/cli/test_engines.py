@@ -15,17 +15,19 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from forebay.cli.processes import engines
-from forebay.cli.processes.embedded_group import FAILURES_MAX, HEALTHY_S, PAUSE_S, PAUSE_S_MAX, EngineRestarts
-from forebay.cli.processes.engine_options import ADAPTERS, ENGINES, Adapter, EngineOptions
-from forebay.cli.processes.engines import EngineChoice, built, reached_at, tiered, with_own_disk
+from forebay.cli.processes.engine_options import EngineOptions
+from forebay.cli.processes.engines import choose_engine, reached_at, tiered
 from forebay.cli.processes.tier_options import TierOptions, parsed_tiers
 from forebay.engine_model.model import EngineConfig
 from forebay.engine_model.timing import LinearTiming
 from forebay.events.fleet import WorkerSpec
 from forebay.ingress.model import DEFAULT_MODEL
+from forebay.processes import engines
+from forebay.processes.embedded_group import FAILURES_MAX, HEALTHY_S, PAUSE_S, PAUSE_S_MAX, EngineRestarts
+from forebay.processes.engines import EngineChoice, built, with_own_disk
 from forebay.runtime.errors import ConfigError
 from forebay.workers.engine import EngineError
+from forebay.workers.engines.adapters import ADAPTERS, ENGINES, Adapter
 from forebay.workers.engines.engine_process import EngineProcess
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.kv import KvSettings
@@ -49,7 +51,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def choose(engine: str = "mock", **options: Any) -> EngineChoice:
     model = None if engine == "mock" else str(DEFAULT_MODEL)
-    return EngineOptions(**{"engine": engine, "model": model, **options}).choice()
+    return choose_engine(EngineOptions(**{"engine": engine, "model": model, **options}))
 
 
 def test_a_mock_engine_uses_the_sizes_of_the_model_by_default() -> None:

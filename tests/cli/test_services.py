@@ -31,7 +31,7 @@ from forebay.cli.common.logs import (
     JsonFormatter,
     StartFilter,
 )
-from forebay.cli.common.metrics_server import metrics_served, process_registry
+from forebay.processes.metrics_server import metrics_served, process_registry
 from forebay.runtime.errors import ConfigError
 from tests.cli.up import PATIENCE_S, Up, running
 from tests.harness.local import free_ports
@@ -339,7 +339,8 @@ HANGS = {
 }
 SERVICE = """
 import asyncio, threading
-from forebay.cli.common.cluster import run_service, until_signal
+from forebay.cli.common.service import run_service
+from forebay.processes.service import until_signal
 
 async def main():
     async def stop():
@@ -390,15 +391,15 @@ def test_a_hanging_service_is_ended(services: dict[Case, "subprocess.Popen[str]"
 
 EARLY = """
 import os, signal
-from forebay.cli.common import cluster
+from forebay.processes import service
 
-end_within = cluster.end_within
+end_within = service.end_within
 
 def signalled_again(*arguments):
     os.kill(os.getpid(), signal.SIGTERM)
     end_within(*arguments)
 
-cluster.end_within = signalled_again
+service.end_within = signalled_again
 """
 
 

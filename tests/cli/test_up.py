@@ -19,7 +19,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from forebay.cli.processes import embedded
+from forebay.processes import embedded
 from forebay.transport.sqlite.log import LogUnusable
 from tests import dashboard
 from tests.benchmarks.recordings import Shape, write_recording

@@ -13,11 +13,11 @@ import httpx
 import pytest
 from huggingface_hub import close_session, snapshot_download
 
-from forebay.cli.processes import card_keeper
-from forebay.cli.processes.card_keeper import keep_card
 from forebay.events.models import ModelCard
 from forebay.ingress.model import DEFAULT_MODEL
 from forebay.ingress.model_cards import read_card
+from forebay.processes import card_keeper
+from forebay.processes.card_keeper import keep_card
 from forebay.transport.base import Log
 from forebay.transport.models import ModelStore, stored_card
 from forebay.transport.sqlite.log import SqliteLog

@@ -17,20 +17,22 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from forebay import runtime
-from forebay.cli.processes import attached as attached_module
-from forebay.cli.processes.attached import (
+from forebay.cli.processes.engine_options import EngineOptions
+from forebay.cli.processes.serve import Share, devices, run_shares, shares
+from forebay.cli.processes.upstream_options import UPSTREAMS_MAX, UpstreamOptions
+from forebay.cli.processes.worker import check_options
+from forebay.ingress.model import DEFAULT_MODEL
+from forebay.processes import worker as attached_module
+from forebay.processes.worker import (
     CHECKS,
     AttachedWorkers,
     Attachment,
+    Upstream,
     UpstreamSettings,
+    WorkerSettings,
     attachments,
-    check_options,
     warn_if_not_admitted,
 )
-from forebay.cli.processes.engine_options import EngineOptions
-from forebay.cli.processes.serve import Share, devices, run_shares, shares
-from forebay.cli.processes.upstream_options import UPSTREAMS_MAX, Upstream, UpstreamOptions
-from forebay.ingress.model import DEFAULT_MODEL
 from forebay.runtime.errors import ConfigError
 from forebay.workers.engine import EngineError
 from forebay.workers.engines.attached.server import ServerInfo
@@ -178,9 +180,9 @@ def test_the_command_rejects_options_of_an_engine(option: list[str]) -> None:
     )
 
 
-def settings_of(**options: Any) -> UpstreamSettings:
-    engine = EngineOptions(**options)
-    return UpstreamSettings(engine=engine, pool="", taints=(), api_key="", allow_shared_cache=False)
+def settings_of(**options: Any) -> WorkerSettings:
+    engine = UpstreamSettings(servers=(Upstream(URL),), **options)
+    return WorkerSettings(cluster=NOTHING, worker_id="w", engine=engine, drain_s=1.0)
 
 
 def engine_of(info: ServerInfo, **options: Any) -> Any:
@@ -215,7 +217,7 @@ class Fleet(AttachedWorkers):
 
     def __init__(self, *steps: Step) -> None:
         one = attachments([Upstream(URL)], "w")
-        super().__init__(NOTHING, NOTHING, NOTHING, one, NOTHING, CollectorRegistry(), 1.0)
+        super().__init__(settings_of(), NOTHING, NOTHING, one, CollectorRegistry())
         self.one = one[0]
         self.steps = list(steps)
         self.reached = asyncio.Event()
@@ -281,9 +283,8 @@ async def test_the_pauses_before_a_failing_server_is_tried_again_grow_to_a_bound
 
 async def test_a_server_that_returns_unusable_is_waited_for_but_not_at_the_first_time() -> None:
     fleet = Fleet(raising(ConfigError("no tokenizer")))
-    with pytest.raises(BaseExceptionGroup) as raised:
+    with pytest.raises(ConfigError, match="no tokenizer"):
         await fleet.run()
-    assert raised.group_contains(ConfigError)
     fleet = Fleet(raising(ConfigError("no tokenizer")), drained)
     fleet.one.model = "m"
     await fleet.run()
@@ -293,9 +294,9 @@ async def test_a_server_that_returns_unusable_is_waited_for_but_not_at_the_first
 @pytest.mark.parametrize("also_lost", [False, True])
 async def test_a_replaced_worker_ends_the_process(also_lost: bool) -> None:
     fleet = Fleet(raising(BaseExceptionGroup("", [WorkerReplaced("w"), *[LOST] * also_lost])), drained)
-    with pytest.raises(BaseExceptionGroup) as raised:
+    with pytest.raises(EngineError, match="w"):
         await fleet.run()
-    assert raised.group_contains(WorkerReplaced)
+    assert fleet.steps
 
 
 async def test_a_stop_does_not_wait_for_a_server_or_a_router(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +329,7 @@ async def test_a_server_that_serves_another_model_is_not_attached_again(monkeypa
     monkeypatch.setattr(attached_module, "described", described)
     one = attachments([Upstream(URL)], "w")[0]
     one.model = "m"
-    fleet = AttachedWorkers(NOTHING, NOTHING, NOTHING, [one], settings_of(), CollectorRegistry(), 1.0)
+    fleet = AttachedWorkers(settings_of(), NOTHING, NOTHING, [one], CollectorRegistry())
     with pytest.raises(EngineError, match="serves other now, but worker w joined with m; restart the worker"):
         await fleet.attach(one)
 
@@ -349,7 +350,7 @@ async def test_a_process_that_waits_for_its_server_is_alive(monkeypatch: pytest.
     monkeypatch.setattr(attached_module, "join_group", lambda *_: returned(0))
     monkeypatch.setattr(attached_module, "Worker", lambda *_, **__: LostWorker())
     one = attachments([Upstream(URL)], "w")[0]
-    fleet = AttachedWorkers(NOTHING, NOTHING, NOTHING, [one], settings_of(), CollectorRegistry(), 1.0)
+    fleet = AttachedWorkers(settings_of(), NOTHING, NOTHING, [one], CollectorRegistry())
     with pytest.raises(EngineError):
         await fleet.attach(one)
     assert (one.worker, one.model, one.probes.live()[0], one.probes.ready()[0]) == (None, "m", True, False)

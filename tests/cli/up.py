@@ -126,7 +126,7 @@ def fake_up(folder: Path, arguments: dict[str, Any], *options: str) -> Up:
     program.write_text(
         "import sys\n"
         f"sys.path.append({str(ROOT)!r})\n"
-        "from forebay.cli.processes import engine_options as engines\n"
+        "from forebay.workers.engines import adapters as engines\n"
         "from forebay.cli.app import main\n"
         "engines.ADAPTERS['vllm'] = engines.Adapter('tests.cli.fake_engine', 'FakeEngine', ())\n"
         "if __name__ == '__main__':\n"

@@ -39,9 +39,9 @@ MESSAGE_BYTES = 1 << 20
 PR_SET_PDEATHSIG = 1
 # Imported by commands only when they run.
 MODULES = (
-    "forebay.cli.processes.embedded",
-    "forebay.cli.processes.ingress_process",
-    "forebay.cli.processes.router_process",
+    "forebay.processes.embedded",
+    "forebay.processes.ingress",
+    "forebay.processes.router",
     "forebay.cli.simulate.against",
     "forebay.cli.trace.run",
     "forebay.ingress.http.app",

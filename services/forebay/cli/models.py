@@ -14,9 +14,9 @@ from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.operator_name import operator_name
 from forebay.cli.common.recording import kafka_log
 from forebay.cli.common.terminal import print_table, printable
-from forebay.cli.processes.options import named
 from forebay.events.models import TARGETS_MAX, WEIGHT_MAX, AliasSet, AliasTarget, ModelStored
 from forebay.events.names import unknown_name
+from forebay.processes.names import named
 from forebay.transport.base import Log
 from forebay.transport.directory import Directory
 from forebay.transport.kafka.settings import KafkaSettings

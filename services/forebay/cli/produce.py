@@ -14,10 +14,11 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from forebay.cli.command import ProduceCommand
-from forebay.cli.common.errors import complain, explained, fail
+from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import kafka_log
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
 from forebay.ingress.openai.requests import CHAT_PATH, REQUEST_ID, TEXT_PATH
+from forebay.processes.notices import complain
 from forebay.transport.base import Draft, LogFull, Tail
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings

@@ -12,7 +12,7 @@ from rich.progress import Progress, TaskID
 from xxhash import xxh3_64_hexdigest
 
 from forebay.cli.command import RecordCommand
-from forebay.cli.common.errors import complain, explained, fail
+from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import counting_bar, own_stdout, printable
 from forebay.cli.common.times import span_us, time_us
@@ -23,6 +23,7 @@ from forebay.core.routing.policies import CustomPolicies
 from forebay.events.names import unknown_name
 from forebay.events.topics import GROUPS, SCALING
 from forebay.journal.groups import groups_of, pools_of
+from forebay.processes.notices import complain
 from forebay.replay.anonymize.anonymize import Anonymized, record_anonymized
 from forebay.replay.policies import require_allowed
 from forebay.replay.record.slice import (

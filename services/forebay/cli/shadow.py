@@ -12,10 +12,9 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from forebay.cli.command import ShadowCommand
-from forebay.cli.common.cluster import run_service, until_signal
 from forebay.cli.common.errors import explained, fail
-from forebay.cli.common.metrics_server import metrics_served, process_registry
 from forebay.cli.common.recording import Recording
+from forebay.cli.common.service import run_service
 from forebay.cli.common.terminal import own_stdout
 from forebay.cli.common.unverified import DIVERGED
 from forebay.cli.policies.allowed import allowed_policies
@@ -26,6 +25,8 @@ from forebay.events.shadow import ShadowEvent
 from forebay.events.topics import DECISIONS, SHADOW
 from forebay.live.router.standby import RecoveryDiverged
 from forebay.live.shadow.shadow import Shadow, ShadowMetrics, ShadowSettings, ShadowSink, TopicSink
+from forebay.processes.metrics_server import metrics_served, process_registry
+from forebay.processes.service import until_signal
 from forebay.transport.kafka.position import KafkaPosition
 from forebay.transport.kafka.topics import count_topics
 from forebay.transport.sqlite.log import SqliteLog

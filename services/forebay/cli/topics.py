@@ -8,14 +8,15 @@ import msgspec
 from aiokafka.admin import AIOKafkaAdminClient
 
 from forebay.cli.command import TopicsCreateCommand, TopicsListCommand, TopicsTailCommand
-from forebay.cli.common.errors import complain, explained, fail
+from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording, Source, kafka_log
 from forebay.cli.common.terminal import print_table
-from forebay.cli.processes.options import named
 from forebay.cli.shadow import SHADOW_GROUP
 from forebay.events.names import unknown_name
 from forebay.events.topics import DECISIONS
 from forebay.journal.start import recorded_view
+from forebay.processes.names import named
+from forebay.processes.notices import complain
 from forebay.transport.base import Log, Record
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import RouterHeartbeats

@@ -1,5 +1,12 @@
-"""The error of a service that cannot start or continue with what its user configured."""
+"""The error of a service that cannot start or continue with what its user configured, and the cause of a group."""
 
 
 class ConfigError(Exception):
     """An option or a configuration is invalid. The message is one line: what is wrong and what to do."""
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Return the first error of an exception group, or the error itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -11,6 +11,7 @@ from forebay.events.names import NameInvalid, require_name, unknown_name
 from forebay.transport.kafka.settings import KafkaSettings, KafkaUnusable, read_properties
 
 if TYPE_CHECKING:
+    from forebay.processes.service import Cluster
     from forebay.transport.kafka.topics import TopicPlan
 
 KafkaOption = Annotated[
@@ -54,6 +55,8 @@ class ClusterOptions:
 
     def cluster(self, metrics_host: str, metrics_port: int | None) -> "Cluster":
         """Return the addresses that a process uses. Raises KafkaUnusable if an option is invalid."""
+        from forebay.processes.service import Cluster  # noqa: PLC0415 - --help does not wait for clients
+
         settings = kafka_settings(self.kafka, self.namespace, self.kafka_config)
         return Cluster(settings, self.redis, metrics_host, metrics_port)
 
@@ -64,16 +67,6 @@ class ServiceOptions:
     metrics_host: Annotated[str, Option("--host", help="Listen address of the metrics port.", has_variable=False)] = (
         LOOPBACK
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """Addresses that one process uses: of Kafka, of Redis, and of its own metrics server."""
-
-    kafka: KafkaSettings
-    redis_url: str
-    metrics_host: str
-    metrics_port: int | None
 
 
 def kafka_settings(bootstrap: str, namespace: str, properties: Path | None) -> KafkaSettings:

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import click
 
 from forebay.cli.common.config_file import SERVICES, config_option
-from forebay.cli.common.errors import USAGE, complain
+from forebay.cli.common.errors import USAGE
 from forebay.cli.common.extras import require_extra
 from forebay.cli.common.options import CliOption, built, function_of, parameters_of
 from forebay.cli.common.sources import long_name, place_of, variable
 from forebay.events.names import unknown_name
+from forebay.processes.notices import complain
 
 EPILOG = "Environment variables set options, too: FOREBAY_PORT for --port, and so on. See docs/configuration.md."
 SERVICE_OPTIONS = frozenset((

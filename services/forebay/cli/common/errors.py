@@ -1,7 +1,6 @@
 """Errors of commands: a one-line message on stderr, then exit code 2. If an engine failed, the exit code is 1."""
 
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -10,12 +9,30 @@ import click
 
 from forebay.cli.common.logs import logs_json
 from forebay.cli.common.terminal import printable
+from forebay.processes import notices
+from forebay.processes.notices import complain
 from forebay.runtime.errors import ConfigError
-from forebay.transport.base import LogError, NotDerivable
+from forebay.transport.base import LeaseError, LogError, NotDerivable
 
 USAGE = 2
 BROKEN = 1
 OTHER_RULES = 3  # only a program with other decision rules can do it
+
+
+class NoticeHandler(logging.Handler):
+    """Prints announcements on stdout and errors on stderr, or logs them with `--log-format json`."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logs_json():
+            lines = "\n".join(printable(line) for line in record.getMessage().split("\n"))
+            click.echo(f"forebay: {lines}", err=record.levelno > logging.INFO)
+        elif logging.getLogger("forebay").isEnabledFor(record.levelno):
+            logging.getLogger().handle(record)
+
+
+notices.logger.addHandler(NoticeHandler())
+notices.logger.setLevel(logging.INFO)
+notices.logger.propagate = False
 
 
 @contextmanager
@@ -30,7 +47,7 @@ def explained() -> Iterator[None]:
         yield
     except NotDerivable as error:
         fail(str(error), OTHER_RULES)
-    except (LogError, ConfigError) as error:
+    except (LeaseError, LogError, ConfigError) as error:
         fail(str(error))
     except Exception as error:
         # Imported here, because engines take 100 ms, which --help does not need.
@@ -41,23 +58,7 @@ def explained() -> Iterator[None]:
         fail(str(error), USAGE if isinstance(error, PackageMissing) else BROKEN)
 
 
-def cause_of(error: BaseException) -> BaseException:
-    """Return the first error of an exception group, or the error itself."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 def fail(message: str, code: int = USAGE) -> NoReturn:
     """Print an error and exit with this code. Raises click.exceptions.Exit."""
     complain(message)
     raise click.exceptions.Exit(code)
-
-
-def complain(message: str) -> None:
-    """Print an error on stderr, with the prefix `forebay:`. With `--log-format json`, log the error instead."""
-    if logs_json():
-        logging.getLogger("forebay.cli").error("%s", message)
-        return
-    lines = "\n".join(printable(line) for line in message.split("\n"))
-    sys.stderr.write(f"forebay: {lines}\n")

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, TextIO
 
-import click
 import msgspec
 
 from forebay.cli.common.options import Option
@@ -301,11 +300,3 @@ class StartFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return self._clock_s() > self._ends_s or STARTING not in record.getMessage()
-
-
-def announce(text: str) -> None:
-    """Print a line about the state of a service on stdout. With `--log-format json`, log the line instead."""
-    if logs_json():
-        logging.getLogger("forebay.cli").info("%s", text.removeprefix("forebay: "))
-    else:
-        click.echo(text)

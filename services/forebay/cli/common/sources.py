@@ -1,16 +1,13 @@
 """Where the value of an option comes from: the command line, its environment variable, the file, or the default."""
 
-import re
 from typing import Any
 
 import click
 
+from forebay.processes.passwords import MASK, SECRETS, without_passwords
+
 PREFIX = "FOREBAY_"
-SECRETS = frozenset({"key", "keys", "token", "password", "secret"})  # last words of option names
 SOURCES = {"COMMANDLINE": "flag", "ENVIRONMENT": "variable", "DEFAULT_MAP": "file"}
-MASK = "********"
-PARAMETER = re.compile(rf"([?&][^=&]*(?:{'|'.join(sorted(SECRETS))})=)[^&#]*", re.IGNORECASE)
-PASSWORD = re.compile(r"(?<=://)([^:]*):.*@", re.DOTALL)  # greedy, because a password may contain / and @
 
 
 def long_name(param: click.Parameter) -> str:
@@ -42,13 +39,6 @@ def place_of(context: click.Context, param: click.Parameter) -> str:
     if source == "variable":
         return str(param.envvar)
     return f"{long_name(param)} in {context.params.get('config')}" if source == "file" else ""
-
-
-def without_passwords(text: str) -> str:
-    """Return text with masked passwords: those before the host of a URL, and query parameters with such a name."""
-    if "://" in text:
-        text = PARAMETER.sub(rf"\1{MASK}", text)
-    return PASSWORD.sub(rf"\1:{MASK}@", text)
 
 
 def masked(name: str, value: Any) -> Any:

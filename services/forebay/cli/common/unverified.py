@@ -5,9 +5,10 @@ from typing import Any
 
 import click
 
-from forebay.cli.common.errors import USAGE, complain, fail
+from forebay.cli.common.errors import USAGE, fail
 from forebay.cli.common.options import Option
 from forebay.events.names import unknown_name
+from forebay.processes.notices import complain
 from forebay.replay.checks import UNKNOWN_EVENTS, UNVERIFIED
 
 DIVERGED = 1  # also the exit code if the replayed events contradict the journal

@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import click
 import msgspec
 
-from forebay.cli.common.cluster import run_service, until_signal
 from forebay.cli.common.credentials import read_text, require_token
 from forebay.cli.common.errors import explained, fail
-from forebay.cli.common.logs import LoggingOptions, announce
+from forebay.cli.common.logs import LoggingOptions
+from forebay.cli.common.service import run_service
 from forebay.cli.common.terminal import bar
 from forebay.cli.console.command import ConsoleCommand
 from forebay.cli.policies.allowed import allowed_policies
@@ -29,6 +29,8 @@ from forebay.console.settings import ConsoleSettings, SourceKind
 from forebay.ingress.child_process import ChildConnection
 from forebay.ingress.explain_worker import LogSource
 from forebay.journal.groups import groups_of
+from forebay.processes.notices import announce
+from forebay.processes.service import until_signal
 from forebay.replay.policies import require_allowed
 from forebay.transport.sqlite.log import SqliteLog
 
@@ -56,8 +58,8 @@ def serve_until_signal(settings: ConsoleSettings, port_option: str = "--port") -
     console = Console(settings, WHAT_IF)
 
     def on_started() -> None:
-        announce(f"forebay: console of {settings.group} in {settings.name}")
-        announce(f"forebay: open {console_url(settings)}")
+        announce(f"console of {settings.group} in {settings.name}")
+        announce(f"open {console_url(settings)}")
 
     run_service(until_signal(_serve(console, listener, on_started)))
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 
 from forebay.cli.common.credentials import TOKEN_VARIABLE, admin_token
-from forebay.cli.common.errors import USAGE, complain, explained, fail
+from forebay.cli.common.errors import USAGE, explained, fail
 from forebay.cli.common.failures import advice
 from forebay.cli.common.options import Option
 from forebay.events.names import unknown_name
 from forebay.ingress.errors import model_required
+from forebay.processes.notices import complain
 
 if TYPE_CHECKING:
     import httpx

@@ -4,7 +4,7 @@ import asyncio
 
 import click
 
-from forebay.cli.common.errors import complain, explained, fail
+from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.operator_name import operator_name
 from forebay.cli.common.terminal import printable
 from forebay.cli.planner.command import AUTO, SIZE_MAX, PlannerSetCommand
@@ -18,6 +18,7 @@ from forebay.planner.orders import (
     scaling_on_kafka,
     size_order,
 )
+from forebay.processes.notices import complain
 
 NO_EFFECT = 1
 

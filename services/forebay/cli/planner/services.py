@@ -15,15 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 
-from forebay.cli.common.cluster import connected, run_service, until_signal
-from forebay.cli.common.cluster_options import Cluster
 from forebay.cli.common.errors import explained
 from forebay.cli.common.extras import require_extra
-from forebay.cli.common.logs import announce
-from forebay.cli.common.metrics_server import process_registry
+from forebay.cli.common.service import run_service
 from forebay.cli.planner.command import PlannerRunCommand, PlannerSuperviseCommand
 from forebay.cli.planner.planner_file import PlannerFile, pool_tables, read_planner_file, read_toml, require_known
-from forebay.cli.processes.options import named
 from forebay.core.scaling.state import PoolKey
 from forebay.events.names import unknown_name
 from forebay.live.planner.actuator import ActuatorService
@@ -33,6 +29,10 @@ from forebay.planner.actuators.processes import KILL_AFTER_S, ProcessActuator, P
 from forebay.planner.actuators.worker_directory import DirectoryUnusable, WorkerDirectory
 from forebay.planner.predictors import predictor
 from forebay.planner.simulation import simulator
+from forebay.processes.metrics_server import process_registry
+from forebay.processes.names import named
+from forebay.processes.notices import announce
+from forebay.processes.service import Cluster, connected, until_signal
 from forebay.runtime.errors import ConfigError
 from forebay.transport.kafka.topics import count_topics
 
@@ -149,13 +149,13 @@ async def _plan(cluster: Cluster, name: str, read: PlannerFile) -> None:
         planner = Planner(log, name, settings, observer, predictor(settings.predictor), simulate)
         registry.register(PlannerMetrics(planner))
         pools = ", ".join(f"{pool.group}/{pool.pool}" for pool in settings.pools)
-        announce(f"forebay: planner {name} plans {pools} every {settings.interval_s:g} s, or stands by")
+        announce(f"planner {name} plans {pools} every {settings.interval_s:g} s, or stands by")
 
         async def stop() -> None:
             planner.stop()
 
         await until_signal(planner.run(), observer.run(), stop=stop)
-        announce(f"forebay: planner {name} ended")
+        announce(f"planner {name} ended")
 
 
 def run_supervise(options: PlannerSuperviseCommand) -> None:
@@ -175,9 +175,9 @@ async def _supervise(cluster: Cluster, settings: ProcessSettings | KubernetesSet
         await _execute(cluster, _kubernetes(settings))
         return
     async with _processes(settings) as processes:
-        announce(f"forebay: supervisor found {processes.running} running workers")
+        announce(f"supervisor found {processes.running} running workers")
         await _execute(cluster, processes)
-        announce(f"forebay: supervisor ended; {processes.running} workers continue to run")
+        announce(f"supervisor ended; {processes.running} workers continue to run")
 
 
 async def _execute(cluster: Cluster, actuator: "ProcessActuator | KubernetesActuator") -> None:
@@ -185,7 +185,7 @@ async def _execute(cluster: Cluster, actuator: "ProcessActuator | KubernetesActu
     registry = process_registry()
     async with connected(cluster, registry) as log:
         pools = ", ".join(sorted(f"{group}/{pool}" for group, pool in actuator.pools))
-        announce(f"forebay: supervisor executes decisions about {pools} with {actuator.name}")
+        announce(f"supervisor executes decisions about {pools} with {actuator.name}")
         service = ActuatorService(log, actuator)
         registry.register(SupervisorMetrics(service, actuator if isinstance(actuator, ProcessActuator) else None))
         parts = [actuator.run()] if isinstance(actuator, ProcessActuator) else []

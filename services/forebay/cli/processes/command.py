@@ -110,7 +110,7 @@ class IngressCommand:
     come from the topic `models`.
     """
 
-    RUN: ClassVar = "processes.ingress_process:run_ingress"
+    RUN: ClassVar = "processes.ingress:run_ingress"
     BASIC: ClassVar = (
         "kafka redis namespace model model_name port host api_key api_key_file ssl_certfile admin_api ingress_id config"
     )
@@ -147,7 +147,7 @@ class RouterCommand:
     Further routers stand by or share the groups. Requires Faust: pip install 'forebay[router]'.
     """
 
-    RUN: ClassVar = "processes.router_process:run_router"
+    RUN: ClassVar = "processes.router:run_router"
     BASIC: ClassVar = "kafka redis namespace router_mode router_policy_config router_id metrics_port config"
     REQUIRES: ClassVar = ("router", "faust")
 
@@ -175,7 +175,7 @@ class RouterCommand:
 class WorkerCommand:
     """Run a worker of a distributed system."""
 
-    RUN: ClassVar = "processes.attached:run_worker"
+    RUN: ClassVar = "processes.worker:run_worker"
     BASIC: ClassVar = (
         "kafka redis namespace model model_name engine engine_args role pool upstream upstream_kv_events "
         "kv_tier worker_id metrics_port config"

@@ -1,35 +1,14 @@
 """Engine options shared by several commands. They are separate from the engines, which --help does not load."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, get_args
+from typing import Annotated, ClassVar, get_args
 
 from forebay.cli.common.options import Option
 from forebay.cli.processes.options import LorasOption, ModelNameOption, ModelOption, RevisionOption
 from forebay.events.control import Role
+from forebay.workers.engines.adapters import ENGINES, MOCK
 from forebay.workers.engines.settings import START_S
 
-if TYPE_CHECKING:
-    from forebay.cli.processes.engines import EngineChoice
-
-MOCK = "mock"
-DEFAULT_POOL = "default"
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """Class of a real engine, and the packages it imports. The extra that installs them has the engine's name."""
-
-    module: str
-    name: str
-    packages: tuple[str, ...]
-
-
-ADAPTERS = {
-    "vllm": Adapter("forebay.workers.engines.vllm.engine", "VllmEngine", ("vllm",)),
-    "sglang": Adapter("forebay.workers.engines.sglang.engine", "SglangEngine", ("sglang",)),
-    "tensorrt-llm": Adapter("forebay.workers.engines.tensorrt_llm.engine", "TensorRtLlmEngine", ("tensorrt_llm",)),
-}
-ENGINES = (MOCK, *ADAPTERS)
 ENGINE_HELP = (
     f"Engine: {', '.join(ENGINES)}, or a service class as FILE.py:Class. Experimental: sglang and tensorrt-llm."
 )
@@ -75,14 +54,3 @@ class EngineOptions:
             " SGLang only."
         ),
     ] = None
-
-    def choice(self) -> "EngineChoice":
-        """Return the engine that the options select. Raises ConfigError if the options are invalid."""
-        from forebay.cli.processes.engines import choose_engine  # noqa: PLC0415 - --help does not wait for engines
-
-        return choose_engine(self)
-
-
-def pool_of(role: Role) -> str:
-    """Return the name of the default pool of a role. Workers of different roles never share a pool."""
-    return DEFAULT_POOL if role == "aggregated" else role

@@ -1,57 +1,38 @@
-"""Construction of the engine and the worker spec from the options of a command.
-
-A real engine runs in a process of its own, so the packages of the other engines need not be installed.
-"""
+"""Choice of the engine from the options of a command."""
 
 import math
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, cast, get_args
 
 import msgspec
 
 from forebay.cli.common.plain_file import kind_of, read_plain_file
-from forebay.cli.processes.engine_options import ADAPTERS, ENGINES, MOCK, EngineOptions, pool_of
-from forebay.cli.processes.model_source import directory_of, find_model
-from forebay.cli.processes.options import adapters, named, names
-from forebay.engine_model.model import EngineConfig
+from forebay.cli.processes.engine_options import EngineOptions
 from forebay.events.control import Role
-from forebay.events.fleet import WorkerSpec
 from forebay.events.names import unknown_name
-from forebay.ingress.model import DEFAULT_MODEL, Model, word_token_ids
+from forebay.ingress.model import DEFAULT_MODEL
+from forebay.processes.engines import EngineChoice
+from forebay.processes.model_source import directory_of, find_model
+from forebay.processes.names import adapters, names
 from forebay.runtime.errors import ConfigError
 from forebay.simulate.field_descriptions import invalid_field, unknown_field
-from forebay.simulate.profiles.profile import MOCKER, Profile, load_profile
+from forebay.simulate.profiles.profile import MOCKER, load_profile
 from forebay.simulate.profiles.sheets import ProfileUnusable
-from forebay.workers.engine import Engine, EngineError
-from forebay.workers.engines.encode import EncodeEngine, Encoder
-from forebay.workers.engines.engine_process import engine_process
-from forebay.workers.engines.mock.engine import MockEngine
-from forebay.workers.engines.mock.kv import KvSettings
-from forebay.workers.engines.mock.outputs import OutputScripts
-from forebay.workers.engines.service.engine import ServiceEngine
+from forebay.workers.engines.adapters import ADAPTERS, ENGINES, MOCK
 from forebay.workers.engines.settings import EngineSettings
-from forebay.workers.engines.standin_encoder import StandInEncoder
 from forebay.workers.kv_tiers.settings import TierSettings
-from forebay.workers.kv_transfer.api import NIXL
-from forebay.workers.kv_transfer.own_address import address_towards, interface_of, own_address
-from forebay.workers.service import load_service
+from forebay.workers.kv_transfer.own_address import address_towards, own_address
 
-MOCKER_PROFILE = load_profile(MOCKER)
 MOCK_ONLY = {"speedup": "runs at its own speed", "engine_profile": "runs at its own speed"}
 OWN_KV_TRANSFER = "configures KV transfer in --engine-args"
-SIZE_OPTIONS = ("block_size", "kv_blocks", "max_num_seqs", "max_num_batched_tokens", "dp_size")
 KV_OPTIONS = ("kv_bytes_per_token",)
 DISAGGREGATED = ("prefill", "decode")
 TIERED = (MOCK, "vllm")  # engines that can offload KV to tiers
 SHARING = ("vllm", "sglang")  # engines that report KV events of storage that their own connectors share
 REACHED = (MOCK, "vllm")  # engines whose worker reports an address from which other workers fetch KV
-WORDS_MAX = 512  # words of strings that a mock engine generates
-NOT_KNOWN = 1  # placeholder for a size that the engine reports after its start
+SIZE_OPTIONS = ("block_size", "kv_blocks", "max_num_seqs", "max_num_batched_tokens", "dp_size")
 
 
 class MockArguments(msgspec.Struct, frozen=True):
@@ -63,36 +44,6 @@ class MockArguments(msgspec.Struct, frozen=True):
 
     kv_checksum: bool = False
     kv_lease_s: Annotated[float, msgspec.Meta(ge=0.1, le=3_600.0)] = 30.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineChoice:
-    """Selected engine and its settings.
-
-    Attributes:
-        engine: One of `ENGINES`, or a user's service class as FILE.py:Class.
-        settings: `model` is the default model directory if no model was named.
-        speedup: Speed of a mock engine relative to the modelled GPU.
-        profile: Step times and default sizes of a mock engine.
-    """
-
-    engine: str
-    settings: EngineSettings
-    loras: tuple[str, ...] = ()
-    speedup: float = 1.0
-    profile: Profile = MOCKER_PROFILE
-
-    @property
-    def is_mock(self) -> bool:
-        return self.engine == MOCK
-
-    @property
-    def label(self) -> str:
-        """Name of the engine, or of the user's service class."""
-        return self.engine.rpartition(":")[2]
-
-    def with_settings(self, **changed: Any) -> "EngineChoice":
-        return replace(self, settings=replace(self.settings, **changed))
 
 
 def choose_engine(options: EngineOptions) -> EngineChoice:
@@ -174,14 +125,6 @@ def tiered(choice: EngineChoice, tiers: TierSettings | None) -> EngineChoice:
     return choice.with_settings(tiers=tiers)
 
 
-def with_own_disk(choice: EngineChoice, worker_id: str) -> EngineChoice:
-    """Return the engine choice with a subdirectory of its disk tier for one of several workers."""
-    tiers = choice.settings.tiers
-    if tiers is None or tiers.disk is None:
-        return choice
-    return choice.with_settings(tiers=replace(tiers, disk=tiers.disk / worker_id))
-
-
 def reached_at(choice: EngineChoice, kv_host: str | None, kafka: str) -> EngineChoice:
     """Return the engine choice with the address from which other workers fetch KV of this engine.
 
@@ -202,121 +145,6 @@ def reached_at(choice: EngineChoice, kv_host: str | None, kafka: str) -> EngineC
     except ValueError as error:
         option = f"--kafka {kafka}" if kv_host is None else f"--kv-host {kv_host}"
         raise ConfigError(f"{option}: {error}") from None
-
-
-def built(
-    choice: EngineChoice,
-    worker_id: str,
-    *,
-    pool: str,
-    taints: Sequence[str] = (),
-    kv_events: bool = True,
-) -> tuple[Engine, WorkerSpec]:
-    """Build an engine without starting it, and the spec of its worker. Sizes that only a started engine knows are 1.
-
-    Raises ConfigError if the user's service cannot be loaded.
-    """
-    settings = choice.settings
-    spec = WorkerSpec(
-        worker_id=named("--id", "worker", worker_id),
-        model=settings.model_name,
-        pool=named("--pool", "pool", pool or pool_of(settings.role)),
-        engine=choice.label,
-        block_size=settings.block_size or NOT_KNOWN,
-        kv_blocks_total=settings.kv_blocks or NOT_KNOWN,
-        max_num_seqs=settings.max_num_seqs or NOT_KNOWN,
-        max_num_batched_tokens=settings.max_num_batched_tokens or NOT_KNOWN,
-        dp_size=settings.dp_size,
-        dp_start_rank=settings.dp_start_rank,
-        taints=tuple(taints),
-        loras=choice.loras,
-        kv_events=kv_events,
-        role=settings.role,
-    )
-    if settings.role == "encode":
-        return EncodeEngine(_encoder(choice)), spec
-    if choice.is_mock:
-        return _mock(choice, spec)
-    if choice.engine in ADAPTERS:
-        return _adapted(choice.engine, settings), spec
-    try:
-        service = load_service(choice.engine)
-    except EngineError as error:  # bad input, because no engine was started
-        raise ConfigError(str(error)) from None
-    if settings.role != "aggregated":
-        raise ConfigError(
-            f"--role {settings.role}: {choice.label} is a service, and services support only the role aggregated"
-        )
-    return ServiceEngine(service, settings), msgspec.structs.replace(spec, pool=pool or service.pool)
-
-
-def _encoder(choice: EngineChoice) -> Encoder:
-    if choice.is_mock:
-        return StandInEncoder()
-    raise ConfigError(f"--role encode: the {choice.label} engine has no encoder; use --engine {MOCK}, a stand-in")
-
-
-def _mock(choice: EngineChoice, spec: WorkerSpec) -> tuple[Engine, WorkerSpec]:
-    settings, known = choice.settings, choice.profile.sizes
-    sizes = {
-        "block_size": settings.block_size or known.block_size,
-        "kv_blocks_total": settings.kv_blocks or known.kv_blocks,
-        "max_num_seqs": settings.max_num_seqs or known.max_num_seqs,
-        "max_num_batched_tokens": settings.max_num_batched_tokens or known.max_num_batched_tokens,
-    }
-    given = {name: size for name, size in sizes.items() if size is not None}
-    try:
-        vocabulary, scripts = _output_of(settings.model)
-        config = EngineConfig(vocabulary=vocabulary, timing=choice.profile.timing, **given)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    engine = MockEngine(
-        config,
-        dp_size=settings.dp_size,
-        dp_start_rank=settings.dp_start_rank,
-        speedup=choice.speedup,
-        kv=KvSettings(
-            connector=mock_connector(),
-            bytes_per_token=settings.kv_bytes_per_token,
-            checksum=settings.kv_checksum,
-            lease_s=settings.kv_lease_s,
-            interface=_kv_interface(settings),
-            speedup=choice.speedup,
-        ),
-        scripts=scripts,
-        tiers=settings.tiers,
-    )
-    return engine, msgspec.structs.replace(spec, **{name: getattr(config, name) for name in sizes})
-
-
-def mock_connector() -> Literal["nixl", "modelled"]:
-    """Return how mock engines transfer KV: by NIXL if it is installed, otherwise in modelled time."""
-    return NIXL if find_spec("nixl_cu12") and find_spec("numpy") else "modelled"
-
-
-def _kv_interface(settings: EngineSettings) -> str:
-    """Return the network interface over which NIXL transfers the KV of a mock engine; empty to let UCX select one."""
-    if settings.kv_host is None or "UCX_NET_DEVICES" in os.environ:
-        return ""  # UCX selects the interface, or uses UCX_NET_DEVICES
-    try:
-        return interface_of(settings.kv_host)
-    except ValueError as error:
-        raise ConfigError(f"--kv-host: {error}") from None
-
-
-@cache
-def _output_of(directory: Path) -> tuple[tuple[int, ...], OutputScripts]:
-    """Return the words that a mock engine generates, and the scripts of its other output, for a model directory."""
-    model = Model(directory)
-    vocabulary = word_token_ids(model.tokenizer)
-    words = [word for one in vocabulary[:WORDS_MAX] if (word := model.decode([one]).strip())]
-    decode = partial(model.tokenizer.decode, skip_special_tokens=False)
-    return vocabulary, OutputScripts(model.encode, decode, words or ["word"])
-
-
-def _adapted(engine: str, settings: EngineSettings) -> Engine:
-    adapter = ADAPTERS[engine]
-    return engine_process(adapter.module, adapter.name, settings)
 
 
 def _directories(loras: Sequence[str]) -> dict[str, Path]:

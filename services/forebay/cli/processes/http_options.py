@@ -12,9 +12,9 @@ from forebay.cli.common.credentials import (
     required_token,
 )
 from forebay.cli.common.options import Option
-from forebay.cli.processes.options import names
 from forebay.ingress.body_limits import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
 from forebay.ingress.media.tokens import MediaSettings
+from forebay.processes.names import names
 from forebay.runtime.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from forebay.cli.common.options import Option
-from forebay.events.names import Kind, NameInvalid, require_adapter, require_name, unknown_name
+from forebay.events.names import unknown_name
 from forebay.events.pools import PoolRouting
 from forebay.runtime.errors import ConfigError
 from forebay.simulate.pool_routing_file import PoolRoutingUnusable, read_pool_routing, routing_of
-
-NAME_CHARS_MAX = 256  # the maximum length of a name in an event
 
 ModelOption = Annotated[
     str | None,
@@ -63,34 +61,6 @@ class SnapshotOptions:
         int,
         Option(min=1, max=86_400, help="Take a snapshot after this many seconds, if fewer records were written."),
     ] = 300
-
-
-def names(flag: str, given: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the values of a repeatable option. Raises ConfigError if a value is empty, too long or a duplicate."""
-    for name in given or ():
-        if not 1 <= len(name) <= NAME_CHARS_MAX:
-            raise ConfigError(f"{flag} {name[:32]!r}: a name has 1 to {NAME_CHARS_MAX} characters, got {len(name)}")
-    values = tuple(dict.fromkeys(given or ()))
-    if len(values) < len(given or ()):
-        twice = next(name for name in values if (given or ()).count(name) > 1)
-        raise ConfigError(f"{flag} {twice}: the name appears twice; use each name once")
-    return values
-
-
-def named(flag: str, kind: Kind, name: str) -> str:
-    """Return `name` if it is a valid name for its kind. Otherwise raise ConfigError with the option `flag`."""
-    try:
-        return require_name(kind, name)
-    except NameInvalid as error:
-        raise ConfigError(f"{flag}: {error}") from error
-
-
-def adapters(loras: Sequence[str], model: str) -> tuple[str, ...]:
-    """Return the names of the LoRA adapters of `model`. Raises ConfigError if a name is invalid."""
-    try:
-        return tuple(require_adapter(name, model) for name in loras)
-    except NameInvalid as error:
-        raise ConfigError(f"--lora: {error}") from error
 
 
 def pool_routing_of(path: Path, model: str) -> PoolRouting:

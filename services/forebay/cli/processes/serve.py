@@ -20,8 +20,9 @@ from pathlib import Path
 
 import click
 
-from forebay.cli.common.errors import complain, explained
+from forebay.cli.common.errors import explained
 from forebay.cli.processes.command import ServeCommand
+from forebay.processes.notices import complain
 from forebay.runtime.errors import ConfigError
 from forebay.workers.engine import EngineError
 from forebay.workers.service import Service, load_service

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from forebay.cli.common.options import Option
-from forebay.cli.common.sources import without_passwords
 from forebay.cli.common.times import size
 from forebay.events.names import unknown_name
+from forebay.processes.passwords import without_passwords
 from forebay.runtime.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,22 +8,24 @@ import click
 
 from forebay.cli.common.config_file import model_tables
 from forebay.cli.common.errors import explained, fail
-from forebay.cli.common.logs import announce
+from forebay.cli.common.service import run_service
 from forebay.cli.common.times import size, span_us
 from forebay.cli.console.run import beside
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.processes.command import LogOptions, UpCommand
-from forebay.cli.processes.embedded import run
-from forebay.cli.processes.embedded_group import EmbeddedSettings
-from forebay.cli.processes.engines import mock_connector
-from forebay.cli.processes.options import names, placed_taints
+from forebay.cli.processes.options import placed_taints
 from forebay.cli.processes.tier_options import TierOptions
-from forebay.cli.processes.up_models import EmbeddedModel, choose_models
+from forebay.cli.processes.up_models import choose_models
 from forebay.console.settings import ConsoleSettings
 from forebay.events.control import DisaggConfig, Role, RouterConfig
 from forebay.ingress.http.endpoint import Endpoint
 from forebay.ingress.settings import ALL_MODELS, IngressSettings
 from forebay.live.owner.retention import RetentionLimits
+from forebay.processes.embedded import run
+from forebay.processes.embedded_group import EmbeddedModel, EmbeddedSettings
+from forebay.processes.engines import mock_connector
+from forebay.processes.names import names
+from forebay.processes.notices import announce
 from forebay.runtime.errors import ConfigError
 from forebay.workers.kv_transfer.api import NIXL
 
@@ -63,12 +65,13 @@ def run_up(options: UpCommand) -> None:
             endpoint=endpoint,
             drain_s=options.drain_s,
             lease_ttl_s=options.lease_ttl_s,
-            snapshots=options.snapshots,
+            snapshot_every=options.snapshots.snapshot_every,
+            snapshot_age_s=options.snapshots.snapshot_age_s,
             log_limits=_limits(options.log),
             log_sync=options.log.log_sync,
             console=_console(options, served[0].name, ingress, endpoint, policies),
         )
-        run(settings, lambda disagg: announce_start(settings, disagg))
+    run_service(run(settings, lambda disagg: announce_start(settings, disagg)))
 
 
 def _limits(log: LogOptions) -> RetentionLimits:
@@ -108,17 +111,17 @@ def announce_start(settings: EmbeddedSettings, disagg: Mapping[str, DisaggConfig
     """Print what the system serves. `disagg` has the settings in effect, which `forebay control` may have changed."""
     where, endpoint = settings.log or "memory (lost at exit; use --log FILE to keep it)", settings.endpoint
     for model in settings.models:
-        announce(f"forebay: model {model.name}, {_fleet(model)}, {settings.router.mode} router")
+        announce(f"model {model.name}, {_fleet(model)}, {settings.router.mode} router")
         pools = sorted({place.pool for place in model.places.values() if place.role == "aggregated"})
         if len(pools) > 1 and model.routing is None:
-            announce(f"forebay: without rules (--pool-routing, `forebay control pools`) {pools[0]} serves all requests")
+            announce(f"without rules (--pool-routing, `forebay control pools`) {pools[0]} serves all requests")
         if _has(model, "decode"):
-            announce(f"forebay: prompts are computed {_where(model, settings.router.disagg, disagg[model.name])}")
-    announce(f"forebay: log in {where}")
+            announce(f"prompts are computed {_where(model, settings.router.disagg, disagg[model.name])}")
+    announce(f"log in {where}")
     if settings.console is not None and len(settings.models) > 1:
         others = f"`forebay console {settings.log} --group MODEL` shows the others"
-        announce(f"forebay: the console shows the model {settings.console.group}; {others}")
-    announce(f"forebay: OpenAI API on {endpoint.scheme}://{endpoint.host}:{endpoint.port}/v1, stop with Ctrl-C")
+        announce(f"the console shows the model {settings.console.group}; {others}")
+    announce(f"OpenAI API on {endpoint.scheme}://{endpoint.host}:{endpoint.port}/v1, stop with Ctrl-C")
 
 
 def _fleet(model: EmbeddedModel) -> str:

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from forebay.cli.common.errors import fail
 from forebay.cli.common.options import Option
-from forebay.cli.processes.engine_options import DEFAULT_POOL, EngineOptions, pool_of
-from forebay.cli.processes.options import ModelsOption, PoolRoutingOption, named, pool_routing_by_model, pool_routing_of
+from forebay.cli.processes.engine_options import EngineOptions
+from forebay.cli.processes.options import ModelsOption, PoolRoutingOption, pool_routing_by_model, pool_routing_of
 from forebay.cli.processes.tier_options import TierOptions
-from forebay.events.control import Role
 from forebay.events.names import unknown_name
 from forebay.events.pools import PoolRouting
+from forebay.processes.names import named
 from forebay.runtime.errors import ConfigError
+from forebay.workers.engines.settings import DEFAULT_POOL, pool_of
 
 if TYPE_CHECKING:
-    from forebay.cli.processes.engines import EngineChoice
+    from forebay.processes.embedded_group import EmbeddedModel, WorkerPlace
+    from forebay.processes.engines import EngineChoice
 
 RANKS_MAX = 4_096  # each is an engine of this process, and a candidate of every decision
 MOCK_WORKERS = 4  # enough to show routing; a real engine takes the machine for itself
@@ -47,6 +49,8 @@ class Workers:
 
         `used` has the number of ids that other models use, by kind. The ids of these workers are added.
         """
+        from forebay.processes.embedded_group import WorkerPlace  # noqa: PLC0415 - as in `choose_models`
+
         used = Counter() if used is None else used
         label = engine.label.lower()
         aggregated = [WorkerPlace("aggregated", pool) for pool, count in self.aggregated.items() for _ in range(count)]
@@ -58,31 +62,6 @@ class Workers:
             found |= {f"{name}-{used[name] + number}": place for number, place in enumerate(places)}
             used[name] += len(places)
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPlace:
-    role: Role
-    pool: str
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddedModel:
-    """One model of `forebay up`, which has a group of its own.
-
-    Attributes:
-        engine: engine of every worker of the model. The ingress serves the model and the adapters of this engine.
-        places: by worker id, which is unique among all models.
-        routing: rules for the choice of pools; None keeps those of the log.
-    """
-
-    engine: "EngineChoice"
-    places: dict[str, WorkerPlace]
-    routing: PoolRouting | None
-
-    @property
-    def name(self) -> str:
-        return self.engine.settings.model_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +109,7 @@ class WorkerOptions:
             return Workers(aggregated=_pools(self.pool_workers))
         return Workers(aggregated={DEFAULT_POOL: self.workers or (MOCK_WORKERS if engine.is_mock else 1)})
 
-    def routing(self, model: str, places: Iterable[WorkerPlace], *, is_only: bool) -> PoolRouting | None:
+    def routing(self, model: str, places: "Iterable[WorkerPlace]", *, is_only: bool) -> PoolRouting | None:
         """Return the rules for the pools of a model in the file of `--pool-routing`, None without a file.
 
         If the model `is_only`, the file must have rules for it. Raises ConfigError if the file is invalid, or names a
@@ -197,14 +176,16 @@ class ModelsOptions(EngineOptions):
 
 def choose_models(
     options: ModelsOptions, workers: WorkerOptions, tiers: TierOptions, tables: Sequence[Mapping[str, Any]]
-) -> tuple[EmbeddedModel, ...]:
+) -> "tuple[EmbeddedModel, ...]":
     """Return the models to serve. Raises ConfigError if options are invalid, contradictory, or fit no model."""
-    from forebay.cli.processes.engines import tiered  # noqa: PLC0415 - --help does not wait for engines
+    # Imported here, because --help does not wait for engines.
+    from forebay.cli.processes.engines import choose_engine, tiered  # noqa: PLC0415
+    from forebay.processes.embedded_group import EmbeddedModel  # noqa: PLC0415
 
     chosen, of_ranks = [], tiers.settings()
     for number, (engine_options, counts) in enumerate(options.of_each(tables, workers), start=1):
         try:
-            engine = tiered(engine_options.choice(), of_ranks)
+            engine = tiered(choose_engine(engine_options), of_ranks)
         except ConfigError as error:
             raise ConfigError(f"[[models]] table {number}: {error}" if tables else str(error)) from error
         chosen.append((engine, counts.counts(engine)))

@@ -2,29 +2,17 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 from urllib.parse import urlsplit
 
 from forebay.cli.common.credentials import FILE_BYTES_MAX, read_text
 from forebay.cli.common.options import Option
 from forebay.runtime.errors import ConfigError
 
+if TYPE_CHECKING:
+    from forebay.processes.worker import Upstream
+
 UPSTREAMS_MAX = 64  # each has a worker in this process
-
-
-@dataclass(frozen=True, slots=True)
-class Upstream:
-    """Addresses of a server: of its HTTP API, and of ZMQ for KV events and their replays, empty if it has none."""
-
-    url: str
-    kv_events: str = ""
-    kv_replay: str = ""
-
-    @property
-    def name(self) -> str:
-        """Default worker id: host and port."""
-        parts = urlsplit(self.url)
-        return f"{parts.hostname}-{parts.port or (443 if parts.scheme == 'https' else 80)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +43,7 @@ class UpstreamOptions:
         ),
     ] = False
 
-    def upstreams(self) -> list[Upstream]:
+    def upstreams(self) -> "tuple[Upstream, ...]":
         """Return the servers; empty without --upstream. Raises ConfigError if an option is invalid."""
         urls, events = self.upstream or [], self.upstream_kv_events or []
         if not urls:
@@ -66,7 +54,10 @@ class UpstreamOptions:
             ):
                 if value:
                     raise ConfigError(f"{flag} requires --upstream URL")
-            return []
+            return ()
+        # Imported here, because --help does not wait for the client.
+        from forebay.processes.worker import Upstream  # noqa: PLC0415
+
         if len(urls) > UPSTREAMS_MAX:
             raise ConfigError(f"--upstream: got {len(urls)} servers, the maximum of one process is {UPSTREAMS_MAX}")
         if events and len(events) != len(urls):
@@ -76,10 +67,10 @@ class UpstreamOptions:
             )
         for url in urls:
             _require_url(url)
-        return [
+        return tuple(
             Upstream(url.rstrip("/"), *_sockets(text))
             for url, text in zip(urls, events or ["-"] * len(urls), strict=True)
-        ]
+        )
 
     def api_key(self) -> str:
         """Return the API key of the servers; empty if there is none. Raises ConfigError if the file cannot be read."""

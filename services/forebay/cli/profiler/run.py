@@ -11,7 +11,7 @@ import msgspec
 import uvloop
 
 from forebay.cli.common.credentials import client_headers
-from forebay.cli.common.errors import BROKEN, complain, explained, fail
+from forebay.cli.common.errors import BROKEN, explained, fail
 from forebay.cli.common.extras import require_extra
 from forebay.cli.common.failures import advice, status_failure
 from forebay.cli.common.terminal import counting_bar
@@ -35,6 +35,7 @@ from forebay.cli.profiler.profile_file import (
     write_profile,
 )
 from forebay.events.names import unknown_name
+from forebay.processes.notices import complain
 from forebay.runtime.errors import ConfigError
 
 REQUEST_TIMEOUT_S = 10.0  # of a request about the system

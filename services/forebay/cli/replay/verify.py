@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table as Grid
 
-from forebay.cli.common.errors import OTHER_RULES, complain, explained, fail
+from forebay.cli.common.errors import OTHER_RULES, explained, fail
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import bar, counted, in_markup, own_stdout, results
 from forebay.cli.common.unverified import DIVERGED, allowed_of, complaint, exit_code
@@ -24,6 +24,7 @@ from forebay.events.decisions import CostTerms
 from forebay.events.topics import DECISIONS
 from forebay.journal.groups import groups_of
 from forebay.journal.release import rules_text
+from forebay.processes.notices import complain
 from forebay.replay.checks import UNKNOWN_EVENTS, UNVERIFIED
 from forebay.replay.scaling.journal import ScalingVerification, has_scaling
 from forebay.replay.verify.divergence import CostTableRow, CostTables, DivergenceReport, EventSummary

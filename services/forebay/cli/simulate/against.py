@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from rich import box
 from rich.table import Table
 
-from forebay.cli.common.errors import complain, explained, fail
+from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.terminal import in_markup, own_stdout, results
 from forebay.cli.common.unverified import DIVERGED, tell_unverified
@@ -36,6 +36,7 @@ from forebay.events.names import unknown_name
 from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
 from forebay.events.snapshots import WorkerState
 from forebay.events.topics import CONTROL, FLEET, REQUESTS
+from forebay.processes.notices import complain
 from forebay.replay.observed import ObservedHistory, RecordedRequest, observe_history
 from forebay.runtime.errors import ConfigError
 from forebay.simulate.arrivals import Arrival

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import click
 
-from forebay.cli.common.errors import complain, fail
+from forebay.cli.common.errors import fail
+from forebay.processes.notices import complain
 from forebay.simulate.profiles.profile import Profile, write_linear
 
 

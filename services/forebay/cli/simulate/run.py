@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from forebay.cli.common.errors import BROKEN, complain, fail
+from forebay.cli.common.errors import BROKEN, fail
 from forebay.cli.common.survey import print_survey, survey_lines
 from forebay.cli.common.terminal import in_markup, printable, results, table
 from forebay.cli.planner.planner_file import PlannerFile
@@ -40,6 +40,7 @@ from forebay.cli.simulate.planned import read_planner, targets_of
 from forebay.cli.simulate.report.page import require_report, write_report
 from forebay.cli.simulate.simulations import Job, SimulationRun, Work, reason, run_all, simulate_run
 from forebay.events.control import RouterConfig
+from forebay.processes.notices import complain
 from forebay.runtime.errors import ConfigError
 from forebay.simulate.reading import open_workload
 from forebay.simulate.settings import Settings

@@ -11,7 +11,7 @@ import click
 import msgspec
 from rich.console import Console
 
-from forebay.cli.common.errors import complain, fail
+from forebay.cli.common.errors import fail
 from forebay.cli.common.survey import print_survey
 from forebay.cli.simulate.command import SweepCommand
 from forebay.cli.simulate.options import (
@@ -28,6 +28,7 @@ from forebay.cli.simulate.options import (
 from forebay.cli.simulate.simulations import Job, OnDone, Work, play, reason, run_all, run_metrics, simulate_metrics
 from forebay.cli.simulate.sweep_axes import Combination, axes_of, combinations
 from forebay.cli.simulate.sweep_view import attaining, show
+from forebay.processes.notices import complain
 from forebay.runtime.errors import ConfigError
 from forebay.simulate.capacity import SpeedTrial, search
 from forebay.simulate.pareto import costs, optimal

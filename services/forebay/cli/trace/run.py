@@ -10,11 +10,12 @@ import click
 import uvloop
 
 from forebay.cli.common.credentials import client_headers
-from forebay.cli.common.errors import complain, explained, fail
+from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.survey import print_survey
 from forebay.cli.common.terminal import counting_bar, results, table
 from forebay.cli.trace.client import NoSystem, TraceOutcome, play
 from forebay.cli.trace.command import URL, TraceCommand
+from forebay.processes.notices import complain
 from forebay.simulate.outcome import percentiles
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import WorkloadOptions, WorkloadUnusable

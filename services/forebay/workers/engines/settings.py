@@ -9,6 +9,7 @@ from forebay.events.control import Role
 from forebay.workers.kv_tiers.settings import TierSettings
 
 PROCESSES_MAX = 256  # processes that one command starts
+DEFAULT_POOL = "default"
 START_S = 600.0  # vLLM waits as long for its engine core
 
 
@@ -46,3 +47,8 @@ class EngineSettings:
     start_s: float = START_S
     loras: Mapping[str, Path] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def pool_of(role: Role) -> str:
+    """Return the name of the default pool of a role. Workers of different roles never share a pool."""
+    return DEFAULT_POOL if role == "aggregated" else role

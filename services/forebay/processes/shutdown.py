@@ -10,12 +10,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from forebay.cli.common.errors import BROKEN, complain
+from forebay.processes.notices import complain
 
 STOP_S = 15.0  # seconds for requests in flight after the first signal, unless a service has its own limit
 CLOSE_S = 4.0  # seconds to close connections; with STOP_S below the `stop_grace_period` of 20 s in compose.yaml
 AT_ONCE_S = 3.0  # seconds to close connections after a second signal
 REPORT_S = 2.0  # seconds to write the last lines to stderr
+KILLED = 1  # exit code
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -26,10 +27,10 @@ def stop_notice(service: str, in_flight: int, within_s: float) -> str:
     """
     subject = f"{service} is shutting down" if service else "shutting down"
     if not in_flight:
-        return f"forebay: {subject}: no requests in flight"
+        return f"{subject}: no requests in flight"
     requests = "1 request" if in_flight == 1 else f"{in_flight} requests"
     return (
-        f"forebay: {subject}: waiting up to {within_s:g} s for {requests} in flight; "
+        f"{subject}: waiting up to {within_s:g} s for {requests} in flight; "
         "press Ctrl-C again or send a second signal to end at once"
     )
 
@@ -71,4 +72,4 @@ def _end(seconds: float, why: str) -> None:
     reporting = threading.Thread(target=report, daemon=True)
     reporting.start()
     reporting.join(REPORT_S)  # it waits for ever while stderr is a pipe that nobody reads
-    os._exit(BROKEN)
+    os._exit(KILLED)

@@ -11,17 +11,14 @@ from pathlib import Path
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from forebay.cli.common.errors import cause_of
-from forebay.cli.processes.engines import built, with_own_disk
-from forebay.cli.processes.options import SnapshotOptions
-from forebay.cli.processes.up_models import EmbeddedModel
 from forebay.console.settings import ConsoleSettings
 from forebay.core.routing.policies import CustomPolicies
 from forebay.core.state.fleet import WorkerPhase
 from forebay.events.base import unpack_u64
-from forebay.events.control import DisaggConfig, PoolConfigured, RouterConfig
+from forebay.events.control import DisaggConfig, PoolConfigured, Role, RouterConfig
 from forebay.events.fleet import WorkerSpec
 from forebay.events.models import ModelCard
+from forebay.events.pools import PoolRouting
 from forebay.events.snapshots import IndexBlocks
 from forebay.ingress.group import NO_PREFILL_WORKER, NO_WORKER
 from forebay.ingress.http.endpoint import Endpoint
@@ -32,8 +29,9 @@ from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.live.owner.retention import RetentionLimits
 from forebay.live.owner.start_check import CheckedLog
 from forebay.live.router.standby import Standby
+from forebay.processes.engines import EngineChoice, built, with_own_disk
 from forebay.replay.status import GroupStatus, missing_worker, owner_status
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import ConfigError, cause_of
 from forebay.transport.base import Leases, LogSync
 from forebay.transport.models import FILE_BYTES_MAX, stored_card
 from forebay.transport.sqlite.log import SqliteLog
@@ -51,6 +49,31 @@ FAILURES_MAX = 5  # in a row of every engine, in at least 15 s, before the syste
 HEALTHY_S = 60.0  # an engine that fails after less time has probably the same problem again
 
 Caches = dict[tuple[str, int], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    role: Role
+    pool: str
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedModel:
+    """One model of `forebay up`, which has a group of its own.
+
+    Attributes:
+        engine: engine of every worker of the model. The ingress serves the model and the adapters of this engine.
+        places: by worker id, which is unique among all models.
+        routing: rules for the choice of pools; None keeps those of the log.
+    """
+
+    engine: EngineChoice
+    places: dict[str, WorkerPlace]
+    routing: PoolRouting | None
+
+    @property
+    def name(self) -> str:
+        return self.engine.settings.model_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +98,8 @@ class EmbeddedSettings:
     endpoint: Endpoint
     drain_s: float
     lease_ttl_s: float
-    snapshots: SnapshotOptions
+    snapshot_every: int
+    snapshot_age_s: int
     log_limits: RetentionLimits
     log_sync: LogSync = "normal"
     console: ConsoleSettings | None = None
@@ -252,8 +276,8 @@ class EmbeddedGroup:
             policies=settings.policies,
             slots_max=SLOTS_MAX * self._partitions,
             groups=self._partitions,
-            snapshot_every=settings.snapshots.snapshot_every,
-            snapshot_age_s=settings.snapshots.snapshot_age_s,
+            snapshot_every=settings.snapshot_every,
+            snapshot_age_s=settings.snapshot_age_s,
             poll_s=min(0.5, settings.lease_ttl_s / 6),
         )
 

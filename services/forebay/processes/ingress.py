@@ -2,12 +2,11 @@
 
 import asyncio
 import contextlib
-import os
 import socket
 import tempfile
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,17 +14,6 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry
 from xxhash import xxh3_64_intdigest
 
-from forebay.cli.common.cluster import connected, leases_at, run_service, until_signal
-from forebay.cli.common.cluster_options import Cluster
-from forebay.cli.common.errors import explained, fail
-from forebay.cli.common.logs import announce
-from forebay.cli.common.metrics_server import process_registry
-from forebay.cli.common.shutdown import STOP_S, stop_notice
-from forebay.cli.policies.allowed import allowed_policies
-from forebay.cli.processes.command import IngressCommand
-from forebay.cli.processes.listening import Hosts, listening
-from forebay.cli.processes.model_source import find_model
-from forebay.cli.processes.options import adapters, named, names
 from forebay.events.topics import TOKENS
 from forebay.ingress.catalog import Catalog
 from forebay.ingress.drain import IngressDrain
@@ -42,9 +30,14 @@ from forebay.ingress.ingress import Ingress
 from forebay.ingress.kafka_api.api import KafkaApi
 from forebay.ingress.kafka_api.shared import KafkaApiMetrics
 from forebay.ingress.metrics import IngressMetrics
-from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.ingress.model import Model
 from forebay.ingress.served import OneModel, ServedModels
-from forebay.ingress.settings import ALL_MODELS, IngressSettings
+from forebay.ingress.settings import IngressSettings
+from forebay.processes.listening import Hosts, listening
+from forebay.processes.metrics_server import process_registry
+from forebay.processes.notices import announce
+from forebay.processes.service import Cluster, connected, leases_at, until_signal
+from forebay.processes.shutdown import STOP_S, stop_notice
 from forebay.replay.status import GroupStatus, with_heartbeats
 from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Log
@@ -57,28 +50,30 @@ from forebay.workers.runtime.lease_keeper import LeaseKeeper
 KNOWN_POLL_S = 0.02
 
 
-def run_ingress(options: IngressCommand) -> None:
-    options.logs.start(has_access_log=options.access_log)
-    with explained():
-        cluster = options.addresses.cluster(options.host, None)
-        directory, called = find_model(options.model, options.revision, options.model_name, weights=False)
-        if options.model is None and options.model_name:
-            directory = DEFAULT_MODEL
-        settings = options.http.settings(
-            model_name=ALL_MODELS if directory is None else called,
-            block_size=options.block_size,
-            ingress_id=named("--id", "ingress", options.ingress_id or f"{socket.gethostname()}-{os.getpid()}"),
-            loras=adapters(names("--lora", options.lora), called),
-            reply_topics=tuple(options.reply_topic or ()),
-        )
-        if directory is None and options.lora:
-            fail("--lora requires --model or --model-name, the model of the adapter")
-        endpoint = options.http.endpoint(options.host, options.port)
-        source = LogSource(kafka=cluster.kafka, policies=tuple(allowed_policies(options.allow_policy)))
-        model = None if directory is None else Model(directory)  # without a model, all models of the system are served
-        with listening(endpoint, settings) as (listener, hosts):
-            explainer = Explainer(source)
-            run_service(_run(cluster, model, settings, listener, endpoint, options.drain_s, hosts, explainer))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngressProcessSettings:
+    """Settings of an ingress.
+
+    Attributes:
+        model: directory of the only model; None to serve all models of the system.
+        ingress: settings without the reply slot and the incarnation.
+        policies: names of the custom policies of routers that `explain` may run.
+    """
+
+    cluster: Cluster
+    model: Path | None
+    ingress: IngressSettings
+    endpoint: Endpoint
+    drain_s: float
+    policies: tuple[str, ...] = ()
+
+
+async def run(settings: IngressProcessSettings) -> None:
+    """Serve until SIGINT or SIGTERM. Raises ConfigError, LeaseError or LogError."""
+    model = None if settings.model is None else Model(settings.model)
+    with listening(settings.endpoint, settings.ingress) as (listener, hosts):
+        explainer = Explainer(LogSource(kafka=settings.cluster.kafka, policies=settings.policies))
+        await _serve(settings, model, listener, hosts, explainer)
 
 
 class _IngressLeases:
@@ -123,20 +118,14 @@ async def _until_draining(part: Awaitable[None], drain: IngressDrain) -> None:
         await asyncio.gather(running, beginning, return_exceptions=True)
 
 
-async def _run(
-    cluster: Cluster,
-    model: Model | None,
-    settings: IngressSettings,
-    listener: socket.socket,
-    endpoint: Endpoint,
-    drain_s: float,
-    hosts: Hosts,
-    explainer: Explainer,
+async def _serve(
+    process: IngressProcessSettings, model: Model | None, listener: socket.socket, hosts: Hosts, explainer: Explainer
 ) -> None:
+    cluster, endpoint, drain_s = process.cluster, process.endpoint, process.drain_s
     registry = process_registry()
     counts = await count_topics(cluster.kafka)
-    slot = xxh3_64_intdigest(settings.ingress_id.encode()) % counts.replies
-    settings = replace(settings, reply_slot=slot, incarnation=uuid.uuid4().hex)
+    slot = xxh3_64_intdigest(process.ingress.ingress_id.encode()) % counts.replies
+    settings = replace(process.ingress, reply_slot=slot, incarnation=uuid.uuid4().hex)
     async with connected(cluster, registry) as log:
         directory = Directory(log)
         await directory.start()
@@ -154,7 +143,7 @@ async def _run(
             limits = ConnectionLimits(front.metrics.reject, connections_allowed())
             app = build_app(served.models, registry, explainer, hosts, served.read_status)
             address, port = listener.getsockname()[:2]
-            text = f"forebay: ingress {settings.ingress_id} serves {settings.model_name} on"
+            text = f"ingress {settings.ingress_id} serves {settings.model_name} on"
             started = partial(announce, f"{text} {endpoint.scheme}://{address}:{port}/v1")
             server = build_server(app, started, limits, endpoint.tls)
 

@@ -11,18 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import uvloop
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from forebay.cli.common.errors import cause_of
-from forebay.cli.common.logs import announce
-from forebay.cli.common.metrics_server import process_registry
-from forebay.cli.common.shutdown import end_within, stop_notice
-from forebay.cli.processes.embedded_group import EmbeddedGroup, EmbeddedSettings, EngineRestarts
-from forebay.cli.processes.listening import Hosts, listening
 from forebay.console.settings import ConsoleSettings
 from forebay.events.control import DisaggConfig
 from forebay.events.heartbeats import RouterHeartbeat
@@ -46,7 +39,12 @@ from forebay.live.owner.owner import Owner
 from forebay.live.owner.retention import Retention, RetentionMetrics
 from forebay.live.owner.start_check import open_checked
 from forebay.live.router.heartbeats import owner_heartbeat
-from forebay.runtime.errors import ConfigError
+from forebay.processes.embedded_group import EmbeddedGroup, EmbeddedSettings, EngineRestarts
+from forebay.processes.listening import Hosts, listening
+from forebay.processes.metrics_server import process_registry
+from forebay.processes.notices import announce
+from forebay.processes.shutdown import end_within, stop_notice
+from forebay.runtime.errors import ConfigError, cause_of
 from forebay.transport.directory import Directory
 from forebay.transport.models import ModelStore
 from forebay.transport.redis.leases import embedded_leases
@@ -147,17 +145,14 @@ class _System:
     disagg: dict[str, DisaggConfig]
 
 
-def run(settings: EmbeddedSettings, on_ready: OnReady) -> None:
+async def run(settings: EmbeddedSettings, on_ready: OnReady) -> None:
     """Serve until SIGINT or SIGTERM. Raises ConfigError, EngineError or LogError."""
     # An ingress of several models loads their tokenizers from the log.
     only = Model(settings.models[0].engine.settings.model) if len(settings.models) == 1 else None
     restarts = EngineRestarts()
     groups = [EmbeddedGroup(settings, model, restarts, has_card=only is None) for model in settings.models]
-    with (
-        listening(settings.endpoint, settings.ingress) as (listener, hosts),
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
-        runner.run(_serve(settings, groups, restarts, only, listener, hosts, on_ready))
+    with listening(settings.endpoint, settings.ingress) as (listener, hosts):
+        await _serve(settings, groups, restarts, only, listener, hosts, on_ready)
 
 
 async def _serve(

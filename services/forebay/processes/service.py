@@ -1,32 +1,40 @@
-"""Connections, signal handling and metrics of the commands that run a distributed system."""
+"""Connections, signal handling and metrics of the processes of a distributed system."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import redis
-import uvloop
 from prometheus_client import CollectorRegistry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from forebay.cli.common.cluster_options import Cluster
-from forebay.cli.common.errors import cause_of, explained, fail
-from forebay.cli.common.metrics_server import Probe, metrics_served
-from forebay.cli.common.shutdown import CLOSE_S, SIGNALS, STOP_S, end_within, ending_within, on_second_signal
-from forebay.cli.common.sources import without_passwords
-from forebay.transport.base import LeaseError, LogError
+from forebay.processes.metrics_server import Probe, metrics_served
+from forebay.processes.passwords import without_passwords
+from forebay.processes.shutdown import CLOSE_S, SIGNALS, STOP_S, end_within, ending_within, on_second_signal
+from forebay.runtime.errors import ConfigError
+from forebay.transport.base import LogError
 from forebay.transport.kafka.log import FLUSH_S, KafkaLog, KafkaMetrics
+from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.redis.leases import LeaseKind, RedisLeases
-from forebay.workers.engine import EngineError
-from forebay.workers.runtime.worker import WorkerReplaced
 
 REDIS_TIMEOUT_S = 0.5  # a renewal that hangs is retried long before the lease expires
 
 
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Addresses that one process uses: of Kafka, of Redis, and of its own metrics server."""
+
+    kafka: KafkaSettings
+    redis_url: str
+    metrics_host: str
+    metrics_port: int | None
+
+
 def leases_at(url: str, namespace: str, kind: LeaseKind = "worker") -> RedisLeases:
-    """Return a client for the leases of a namespace in Redis. It connects later. An invalid URL ends the command."""
+    """Return a client for the leases of a namespace in Redis. It connects later. Raises ConfigError for a bad URL."""
     try:
         client = redis.Redis.from_url(
             url,
@@ -35,22 +43,8 @@ def leases_at(url: str, namespace: str, kind: LeaseKind = "worker") -> RedisLeas
             retry=Retry(NoBackoff(), 1),
         )
     except ValueError as error:
-        fail(f"--redis {without_passwords(url)}: {error}")
+        raise ConfigError(f"--redis {without_passwords(url)}: {error}") from None
     return RedisLeases(client, namespace, kind)
-
-
-def run_service(main: Coroutine[Any, Any, None]) -> None:
-    """Run the coroutine of a service until it ends. An error ends the process with a one-line message."""
-    with explained(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        try:
-            runner.run(main)
-        except LeaseError as error:
-            fail(str(error))
-        except BaseExceptionGroup as error:
-            cause = cause_of(error)
-            if isinstance(cause, LeaseError):
-                fail(str(cause))
-            raise (EngineError(str(cause)) if isinstance(cause, WorkerReplaced) else cause) from None
 
 
 @asynccontextmanager

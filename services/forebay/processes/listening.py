@@ -4,11 +4,11 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from forebay.cli.common.errors import complain
 from forebay.ingress.http.endpoint import Endpoint
 from forebay.ingress.http.guards import allowed_hosts
 from forebay.ingress.http.server import listen
 from forebay.ingress.settings import IngressSettings
+from forebay.processes.notices import complain
 
 Hosts = frozenset[str] | None  # as `allowed_hosts` returns them
 

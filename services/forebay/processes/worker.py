@@ -1,4 +1,4 @@
-"""Workers of `forebay worker`: of an engine of the process, or in front of servers that already run (`--upstream`).
+"""The process of `forebay worker`: a worker for an engine of the process, or for each of several running servers.
 
 Theory of operation. Each server has its own worker, which joins the group of the server's model. If the server stops
 responding, its worker leaves, so that its requests continue on other workers. The process then waits for the server and
@@ -10,48 +10,43 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
 from forebay import runtime
-from forebay.cli.common.cluster import connected, leases_at, run_service, until_signal
-from forebay.cli.common.cluster_options import Cluster
-from forebay.cli.common.errors import cause_of, complain, explained
-from forebay.cli.common.logs import announce
-from forebay.cli.common.metrics_server import Probe, process_registry
-from forebay.cli.common.shutdown import stop_notice
-from forebay.cli.processes.card_keeper import keep_card
-from forebay.cli.processes.command import WorkerCommand
-from forebay.cli.processes.engine_options import EngineOptions, pool_of
-from forebay.cli.processes.engines import SIZE_OPTIONS, built, reached_at, tiered
-from forebay.cli.processes.model_source import HUB_NAME, find_model
-from forebay.cli.processes.options import adapters, named, names
-from forebay.cli.processes.tier_options import TierOptions
-from forebay.cli.processes.upstream_options import Upstream
 from forebay.events.control import Role
 from forebay.events.fleet import WorkerSpec
 from forebay.ingress.model import Model, model_name_of
 from forebay.ingress.model_cards import read_card
-from forebay.runtime.errors import ConfigError
+from forebay.processes.card_keeper import keep_card
+from forebay.processes.engines import EngineChoice, built
+from forebay.processes.metrics_server import Probe, process_registry
+from forebay.processes.model_source import HUB_NAME, find_model
+from forebay.processes.names import adapters, named
+from forebay.processes.notices import announce, complain
+from forebay.processes.service import Cluster, connected, leases_at, until_signal
+from forebay.processes.shutdown import stop_notice
+from forebay.runtime.errors import ConfigError, cause_of
 from forebay.transport.base import LeaseError, Leases, Log
 from forebay.transport.directory import Directory
 from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics
 from forebay.transport.models import stored_card
 from forebay.workers.engine import Engine, EngineError
-from forebay.workers.engines.attached.engine import ROLES, AttachedEngine, AttachedSettings
+from forebay.workers.engines.attached.engine import AttachedEngine, AttachedSettings
 from forebay.workers.engines.attached.server import ServerInfo, UpstreamServer
-from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.engines.settings import EngineSettings, pool_of
 from forebay.workers.kv_events.zmq_feed import KvSource
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
 from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.metrics import Probes, WorkerMetrics
-from forebay.workers.runtime.worker import ENGINE_STOP_S, Worker
+from forebay.workers.runtime.worker import ENGINE_STOP_S, Worker, WorkerReplaced
 
 logger = logging.getLogger(__name__)
 
@@ -60,19 +55,61 @@ RETRY_S_MAX = 30.0  # a server that needs minutes to load its model is not idle 
 ENGINE = "attached"
 
 
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """Addresses of a server: of its HTTP API, and of ZMQ for KV events and their replays, empty if it has none."""
+
+    url: str
+    kv_events: str = ""
+    kv_replay: str = ""
+
+    @property
+    def name(self) -> str:
+        """Default worker id: host and port."""
+        parts = urlsplit(self.url)
+        return f"{parts.hostname}-{parts.port or (443 if parts.scheme == 'https' else 80)}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamSettings:
-    """Settings that all servers of a process share.
+    """Servers that already run, each of which gets a worker, and the settings that they share.
 
-    `pool` is empty for the default of the role, `api_key` for none. With `allow_shared_cache`, servers that cannot
-    separate their cache get requests with a cache namespace.
+    Attributes:
+        model: directory or name on the Hub of the tokenizer; None for the model that the server names.
+        model_name: name of the model in the API; empty for the name of the server.
+        sizes: options of `EngineSettings` by name, for sizes that the server does not publish.
+        api_key: empty if the servers need none.
+        allow_shared_cache: whether servers that cannot separate their cache get requests with a cache namespace.
     """
 
-    engine: EngineOptions
-    pool: str
-    taints: tuple[str, ...]
-    api_key: str
-    allow_shared_cache: bool
+    servers: tuple[Upstream, ...]
+    model: str | None = None
+    revision: str | None = None
+    model_name: str = ""
+    role: Role = "aggregated"
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    api_key: str = ""
+    allow_shared_cache: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """Settings of a process with one worker for its engine, or one per server that already runs.
+
+    Attributes:
+        worker_id: id of the worker, or the beginning of the ids of several workers; empty for the names of the servers.
+        engine: engine of the process, or the servers.
+        pool: empty for the default of the role.
+    """
+
+    cluster: Cluster
+    worker_id: str
+    engine: EngineChoice | UpstreamSettings
+    pool: str = ""
+    taints: tuple[str, ...] = ()
+    kv_events: bool = True
+    lease_ttl_s: float = 3.0
+    drain_s: float = 30.0
 
 
 @dataclass(slots=True)
@@ -94,58 +131,7 @@ class Attachment:
     probes: Probes = field(default_factory=Probes)
 
 
-def run_worker(options: WorkerCommand) -> None:
-    options.logs.start()
-    with explained():
-        cluster = options.addresses.cluster(options.service.metrics_host, options.service.metrics_port)
-        if servers := options.upstream.upstreams():
-            check_options(options.engine)
-            if options.tiers != TierOptions():
-                raise ConfigError(
-                    "options of KV tiers cannot be combined with --upstream: the server has its own tiers"
-                )
-            if options.dp_start_rank or options.kv_host is not None:
-                flag = "--kv-host" if options.kv_host is not None else "--dp-start-rank"
-                raise ConfigError(f"{flag} cannot be combined with --upstream")
-            attached = attachments(servers, options.worker_id)
-            settings = UpstreamSettings(
-                engine=options.engine,
-                pool=options.pool,
-                taints=names("--taint", options.taint),
-                api_key=options.upstream.api_key(),
-                allow_shared_cache=options.upstream.allow_shared_cache,
-            )
-            run_service(
-                run_attached(cluster, attached, settings, lease_ttl_s=options.lease_ttl_s, drain_s=options.drain_s)
-            )
-            return
-        choice = options.engine.choice().with_settings(dp_start_rank=options.dp_start_rank)
-        choice = tiered(choice, options.tiers.settings())
-        choice = reached_at(choice, options.kv_host, options.addresses.kafka)
-        running, spec = built(
-            choice,
-            options.worker_id or f"{socket.gethostname()}-{os.getpid()}",
-            pool=options.pool,
-            taints=names("--taint", options.taint),
-            kv_events=options.kv_events,
-        )
-    one = Attachment(None, spec.worker_id, (running, spec, choice.settings.model))
-    run_service(run_attached(cluster, [one], None, lease_ttl_s=options.lease_ttl_s, drain_s=options.drain_s))
-
-
-def check_options(options: EngineOptions) -> None:
-    """Raise ConfigError if an option of an engine is given that has no effect on a server that already runs."""
-    default = EngineOptions()
-    used = {"model", "revision", "model_name", "role", *SIZE_OPTIONS} - {"dp_size"}
-    for name in EngineOptions.__dataclass_fields__:
-        if name not in used and getattr(options, name) != getattr(default, name):
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} cannot be combined with --upstream: the server has its own engine options")
-    if options.role not in ROLES:
-        raise ConfigError(f"--role {options.role}: a server that already runs supports {', '.join(ROLES)}")
-
-
-def attachments(upstreams: list[Upstream], worker_id: str) -> list[Attachment]:
+def attachments(upstreams: Sequence[Upstream], worker_id: str) -> list[Attachment]:
     """Return the attachments of the servers. With several servers, their number is added to a given worker id."""
     names = [one.name for one in upstreams]
     for upstream in upstreams:
@@ -158,27 +144,28 @@ def attachments(upstreams: list[Upstream], worker_id: str) -> list[Attachment]:
     ]
 
 
-async def run_attached(
-    cluster: Cluster,
-    attached: list[Attachment],
-    settings: UpstreamSettings | None,
-    *,
-    lease_ttl_s: float,
-    drain_s: float,
-) -> None:
-    """Attach the servers, or start the engine of this process if `settings` is None, and serve until a signal.
+async def run(settings: WorkerSettings) -> None:
+    """Start the engine of this process or attach the servers, and serve until SIGINT or SIGTERM.
 
     Raises EngineError if the engine of this process failed, and ConfigError if a server's model has no tokenizer, or an
     option contradicts what the server serves.
     """
+    cluster, engine = settings.cluster, settings.engine
+    if isinstance(engine, UpstreamSettings):
+        attached = attachments(engine.servers, settings.worker_id)
+    else:
+        own, spec = built(
+            engine, settings.worker_id, pool=settings.pool, taints=settings.taints, kv_events=settings.kv_events
+        )
+        attached = [Attachment(None, spec.worker_id, (own, spec, engine.settings.model))]
     registry = process_registry()
     probes = {path: _combined(attached, path) for path in ("/ready", "/live")}
     async with connected(cluster, registry, probes) as log:
-        keeper = LeaseKeeper(leases_at(cluster.redis_url, cluster.kafka.namespace), ttl_s=lease_ttl_s)
+        keeper = LeaseKeeper(leases_at(cluster.redis_url, cluster.kafka.namespace), ttl_s=settings.lease_ttl_s)
         keeper.start()
-        fleet = AttachedWorkers(cluster, log, keeper, attached, settings, registry, drain_s)
+        fleet = AttachedWorkers(settings, log, keeper, attached, registry)
         try:
-            await until_signal(fleet.run(), stop=fleet.stop, stop_s=drain_s + ENGINE_STOP_S)
+            await until_signal(fleet.run(), stop=fleet.stop, stop_s=settings.drain_s + ENGINE_STOP_S)
         finally:
             await keeper.stop()
 
@@ -196,35 +183,37 @@ def _combined(attached: list[Attachment], path: str) -> Probe:
 
 
 class AttachedWorkers:
-    """The workers of the process, one per server or one for its engine. A stop waits `drain_s` for their requests."""
+    """The workers of the process, one per server or one for its engine."""
 
     def __init__(
         self,
-        cluster: Cluster,
+        settings: WorkerSettings,
         log: Log,
         keeper: LeaseKeeper,
         attached: list[Attachment],
-        settings: UpstreamSettings | None,
         registry: CollectorRegistry,
-        drain_s: float,
     ) -> None:
-        self._cluster = cluster
+        self._cluster = settings.cluster
         self._log = log
         self._keeper = keeper
         self._attached = attached
         self._settings = settings
         self._registry = registry
         self._metrics: WorkerMetrics | None = None
-        self._drain_s = drain_s
+        self._drain_s = settings.drain_s
         self._keeping: dict[str, asyncio.Task[None]] = {}
         self._stopping = False
 
     async def run(self) -> None:
-        """Attach all servers, until all workers have stopped."""
-        async with asyncio.TaskGroup() as tasks:
-            for one in self._attached:
-                part = self.attach(one) if one.own is not None else self._keep(one)
-                self._keeping[one.worker_id] = tasks.create_task(part, name=one.worker_id)
+        """Attach all servers, until all workers have stopped. Raises the first error of a worker."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for one in self._attached:
+                    part = self.attach(one) if one.own is not None else self._keep(one)
+                    self._keeping[one.worker_id] = tasks.create_task(part, name=one.worker_id)
+        except BaseExceptionGroup as group:
+            cause = cause_of(group)
+            raise (EngineError(str(cause)) if isinstance(cause, WorkerReplaced) else cause) from None
 
     async def stop(self) -> None:
         """Drain the workers, and end the waits for servers."""
@@ -276,7 +265,7 @@ class AttachedWorkers:
         if card is not None:
             spec = msgspec.structs.replace(spec, card=await stored_card(self._log, spec.model, *card))
         source = "" if one.upstream is None else f", for {one.upstream.url}"
-        announce(f"forebay: worker {spec.worker_id} requests to join {spec.model}, pool {spec.pool}{source}")
+        announce(f"worker {spec.worker_id} requests to join {spec.model}, pool {spec.pool}{source}")
         beside = [asyncio.create_task(warn_if_not_admitted(one.probes, spec.worker_id))]
         try:
             partition = await join_group(self._cluster, self._log, spec)
@@ -304,8 +293,9 @@ class AttachedWorkers:
     async def _connected(self, one: Attachment) -> tuple[Engine, WorkerSpec, Path]:
         """Return the engine of a server, the spec of its worker, and the directory of its model's tokenizer."""
         assert one.upstream is not None
-        assert self._settings is not None
-        info = await described(one.upstream, self._settings)
+        servers = self._settings.engine
+        assert isinstance(servers, UpstreamSettings)
+        info = await described(one.upstream, servers)
         if one.model and info.model != one.model:
             raise EngineError(
                 f"the server {one.upstream.url} serves {info.model} now, but worker {one.worker_id} joined with"
@@ -327,39 +317,39 @@ async def described(upstream: Upstream, settings: UpstreamSettings) -> ServerInf
     """Return what a server publishes. Raises EngineError if it does not respond, or serves no such model."""
     server = UpstreamServer(upstream.url, settings.api_key)
     try:
-        return await server.describe(settings.engine.model_name)
+        return await server.describe(settings.model_name)
     finally:
         await server.close()
 
 
-def engine_of(one: Attachment, info: ServerInfo, settings: UpstreamSettings) -> tuple[Engine, WorkerSpec, Path]:
+def engine_of(one: Attachment, info: ServerInfo, settings: WorkerSettings) -> tuple[Engine, WorkerSpec, Path]:
+    servers = settings.engine
     assert one.upstream is not None
-    options, url = settings.engine, one.upstream.url
-    directory = _tokenizer_of(info, options, url)
-    name = model_name_of(None, options.model_name or _api_name(info.model))
-    role = cast(Role, options.role)  # `check_options` has checked it
+    assert isinstance(servers, UpstreamSettings)
+    url, role = one.upstream.url, servers.role
+    directory = _tokenizer_of(info, servers, url)
+    name = model_name_of(None, servers.model_name or _api_name(info.model))
     model = Model(directory)
     source = None
     if one.upstream.kv_events:
         source = KvSource(one.upstream.kv_events, one.upstream.kv_replay or None)
-    sizes: dict[str, Any] = {size: getattr(options, size) for size in SIZE_OPTIONS}
     engine = AttachedEngine(
-        EngineSettings(model=directory, model_name=name, role=role, **sizes),
+        EngineSettings(model=directory, model_name=name, role=role, **servers.sizes),
         AttachedSettings(
             url=url,
             info=info,
             encode=model.encode,
             decode=lambda ids: model.tokenizer.decode(ids, skip_special_tokens=False),
             context_tokens=model.context_tokens,
-            api_key=settings.api_key,
+            api_key=servers.api_key,
             kv_events=source,
-            allow_shared_cache=settings.allow_shared_cache,
+            allow_shared_cache=servers.allow_shared_cache,
         ),
     )
     spec = WorkerSpec(
         worker_id=one.worker_id,
         model=name,
-        pool=named("--pool", "pool", settings.pool or pool_of(role)),
+        pool=settings.pool or pool_of(role),
         engine=info.kind if info.kind != "openai" else ENGINE,
         block_size=1,  # the engine reports the sizes after its start
         kv_blocks_total=1,
@@ -378,10 +368,10 @@ def _api_name(served: str) -> str:
     return Path(served).name if served.startswith("/") else served
 
 
-def _tokenizer_of(info: ServerInfo, options: EngineOptions, url: str) -> Path:
+def _tokenizer_of(info: ServerInfo, servers: UpstreamSettings, url: str) -> Path:
     """Return the directory with the tokenizer of a server's model."""
-    if options.model is not None:
-        found = find_model(options.model, options.revision, options.model_name, weights=False).directory
+    if servers.model is not None:
+        found = find_model(servers.model, servers.revision, servers.model_name, weights=False).directory
         assert found is not None
         return found
     for named_by_server in (info.root, info.model):

@@ -1,0 +1,36 @@
+"""Names that a user gives to workers, pools, adapters and labels."""
+
+from collections.abc import Sequence
+
+from forebay.events.names import Kind, NameInvalid, require_adapter, require_name
+from forebay.runtime.errors import ConfigError
+
+NAME_CHARS_MAX = 256  # the maximum length of a name in an event
+
+
+def names(flag: str, given: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the values of a repeatable option. Raises ConfigError if a value is empty, too long or a duplicate."""
+    for name in given or ():
+        if not 1 <= len(name) <= NAME_CHARS_MAX:
+            raise ConfigError(f"{flag} {name[:32]!r}: a name has 1 to {NAME_CHARS_MAX} characters, got {len(name)}")
+    values = tuple(dict.fromkeys(given or ()))
+    if len(values) < len(given or ()):
+        twice = next(name for name in values if (given or ()).count(name) > 1)
+        raise ConfigError(f"{flag} {twice}: the name appears twice; use each name once")
+    return values
+
+
+def named(flag: str, kind: Kind, name: str) -> str:
+    """Return `name` if it is a valid name for its kind. Otherwise raise ConfigError with the option `flag`."""
+    try:
+        return require_name(kind, name)
+    except NameInvalid as error:
+        raise ConfigError(f"{flag}: {error}") from error
+
+
+def adapters(loras: Sequence[str], model: str) -> tuple[str, ...]:
+    """Return the names of the LoRA adapters of `model`. Raises ConfigError if a name is invalid."""
+    try:
+        return tuple(require_adapter(name, model) for name in loras)
+    except NameInvalid as error:
+        raise ConfigError(f"--lora: {error}") from error
