@@ -92,11 +92,12 @@ demo-tiers: $(READY) ## reuse KV from host memory, disks, a directory and a buck
 demo-console: $(READY) ## run demo-kafka, and look at it in the console (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/python -m tests.harness.demo_kafka --console 8100 $(ARGS)
 
-lint: $(READY) ## check style, import layers and spelling
+lint: $(READY) ## check style, import layers, spelling and the types of the console's page
 	@$(BIN)/ruff check --quiet --output-format concise
 	@$(BIN)/ruff format --check --quiet
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/typos
+	@DENO_DIR=.tools/deno DENO_NO_UPDATE_CHECK=1 $(BIN)/deno check --quiet --no-remote --no-npm --config tests/console/types/deno.jsonc services/forebay/console/static/js/app.js
 
 type: $(READY) ## check types with mypy --strict
 	@$(BIN)/mypy $(SOURCES) infra tests
@@ -116,10 +117,11 @@ coverage: $(READY) ## check that events, core, engine_model and kv_tiers have 10
 bench: $(READY) ## run a benchmark and print its results; names in ARGS="..."
 	@$(BIN)/python -m tests.benchmarks $(ARGS)
 
-schemas: $(READY) ## regenerate the schema registry and docs/events.md, add missing wire samples
+schemas: $(READY) ## regenerate the schema registry, docs/events.md and the console's types, add missing wire samples
 	@$(BIN)/python -m tests.harness.schemas
 	@$(BIN)/python -m tests.harness.samples
-	@git status --short -- schemas docs/events.md tests/events/samples
+	@$(BIN)/python -m tests.harness.console_types
+	@git status --short -- schemas docs/events.md tests/events/samples tests/console/types
 
 golden: $(READY) ## rewrite the recordings of tests/logs after a rule change; names in ARGS="..."
 	@$(BIN)/python -m tests.logs.record $(ARGS)

@@ -36,16 +36,18 @@ export class Api {
 
   /**
    * Get JSON. Throws ApiError, or an abort error.
-   * path: for example `v1/console/fleet`
-   * params: query, in which an array repeats
-   *   its name; null, undefined and "" are left out
+   * @template {keyof Server.Responses} P
+   * @param {P} path for example `v1/console/fleet`
+   * @param {object} params query, in which an array repeats its name; null, undefined and "" are left out
+   * @param {AbortSignal} [signal]
+   * @returns {Promise<Server.Responses[P]>}
    */
   async get(path, params = {}, signal) {
     return (await this.#fetch(path, params, { signal })).json();
   }
 
-  async post(path, body, { headers = {}, signal } = {}) {
-    const init = { method: "POST", body: JSON.stringify(body), signal };
+  async post(path, body, headers = {}) {
+    const init = { method: "POST", body: JSON.stringify(body) };
     return (await this.#fetch(path, {}, init, { "content-type": "application/json", ...headers })).json();
   }
 
@@ -57,7 +59,7 @@ export class Api {
    * Follow the state of the catalog until `signal` is aborted. Connects again after each loss.
    * onState: receives a CatalogState at most four times per second
    */
-  async events(onState, onConnection, signal) {
+  async events(/** @type {(state: Server.CatalogState) => void} */ onState, onConnection, /** @type {AbortSignal} */ signal) {
     let wait = RETRY_MIN_MS;
     while (!signal.aborted) {
       const silence = new AbortController();

@@ -14,13 +14,13 @@ const RETRY_MS = 2_000;
 /** Runs an asynchronous function, never twice at once, and not before `INTERVAL_MS` have passed since its last start. */
 class Pacer {
   #run;
-  #running = null;
+  /** @type {AbortController | null} */ #running = null;
   #timer;
   #isRequested = false;
   #startedMs = -INTERVAL_MS;
 
   /** run: must not throw, and should stop when the signal is aborted */
-  constructor(run) {
+  constructor(/** @type {(signal: AbortSignal) => Promise<void>} */ run) {
     this.#run = run;
   }
 
@@ -62,11 +62,11 @@ class Pacer {
 }
 
 class App {
-  #view = null;
+  /** @type {View | null} */ #view = null;
   #shown = ""; // view and argument of #view
-  #info = null;
-  #state = null;
-  #atUs = null;
+  /** @type {Server.ConsoleInfo | null} */ #info = null;
+  /** @type {Server.CatalogState | null} */ #state = null;
+  /** @type {number | null} */ #atUs = null;
   #isConnected = true;
 
   constructor() {
@@ -126,7 +126,7 @@ class App {
     return true;
   }
 
-  #onState(state) {
+  #onState(/** @type {Server.CatalogState} */ state) {
     this.#state = state;
     this.frame.showState(state);
     if (this.moment.atUs === null && !document.hidden) this.pacer.request();
@@ -140,7 +140,7 @@ class App {
     if (isConnected) this.#loadInfo().then(() => this.#info && this.#show());
   }
 
-  #onError({ status, message }) {
+  #onError(/** @type {ApiError} */ { status, message }) {
     if (status === 0) this.#onConnection(false);
     else if (status !== 401) this.frame.showError(message);
   }
@@ -172,9 +172,10 @@ class App {
     this.#view = null;
     const { View } = await load();
     if (shown !== this.#shown) return; // another view was chosen meanwhile
-    this.#view = new View(this.#context);
+    const created = new View(this.#context);
+    this.#view = created;
     this.frame.hideError();
-    replace(this.frame.main, this.#view.element);
+    replace(this.frame.main, created.element);
     scrollTo(0, 0);
     this.#atUs = NaN; // nothing is shown yet
     document.title = `${entry.title} · forebay`;
@@ -182,12 +183,13 @@ class App {
 
   get #context() {
     const { api, moment } = this;
-    return { api, moment, navigate: moment.navigate.bind(moment), info: this.#info, state: () => this.#state };
+    const context = { api, moment, navigate: moment.navigate.bind(moment), info: this.#info, state: () => this.#state };
+    return /** @type {Context} */ (context); // views are created once the console has replied
   }
 
   /** Offer actions in the header if the console can execute them. */
   async #showActions() {
-    if (!this.#info.can_act) return;
+    if (!this.#info?.can_act) return;
     const { actionButton } = await import("./views/actions.js");
     replace(this.frame.tools, actionButton(this.#context));
   }

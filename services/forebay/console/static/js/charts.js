@@ -21,15 +21,16 @@ export class LineChart {
   #title;
   #series;
   #format;
+  /** @type {{ fromUs: number, intervalUs: number, values: Array<Array<number | null>> }} */
   #data = { fromUs: 0, intervalUs: 1, values: [] };
-  #cursor = null; // number of an interval
+  /** @type {number | null} */ #cursor = null; // number of an interval
   #values;
   #time = h("span", { class: "chart-time" });
   #from = h("span");
   #to = h("span");
   #readout;
   #box;
-  #plot = null;
+  /** @type {uPlot | null} */ #plot = null;
 
   constructor({ title, series, format = number }) {
     this.#title = title;
@@ -60,7 +61,7 @@ export class LineChart {
    * fromUs: beginning of the first interval
    * values: a list per series, with a value per interval; null for an interval without one
    */
-  update({ fromUs, intervalUs, values }) {
+  update(/** @type {{ fromUs: number, intervalUs: number, values: Array<Array<number | null>> }} */ { fromUs, intervalUs, values }) {
     this.#data = { fromUs, intervalUs, values };
     const endUs = fromUs + this.#length * intervalUs;
     setText(this.#from, clock(fromUs).slice(0, 8));
@@ -136,7 +137,7 @@ export class LineChart {
   #moveTo(cursor) {
     this.#cursor = cursor === null ? null : Math.max(0, Math.min(this.#length - 1, cursor));
     if (cursor === null) put(this.#readout, "aria-live", null);
-    const left = cursor === null ? -10 : this.#plot?.valToPos(this.#cursor, "x");
+    const left = this.#cursor === null ? -10 : (this.#plot?.valToPos(this.#cursor, "x") ?? -10);
     this.#plot?.setCursor({ left, top: cursor === null ? -10 : 0 }, false);
     this.#showValues();
   }

@@ -19,15 +19,17 @@ export function printable(value) {
 
 /**
  * Create an HTML element.
- * props: attributes. `on...` adds an event listener, `style` is an object of CSS
+ * @template {keyof HTMLElementTagNameMap} K
+ * @param {K} tag
+ * @param {Record<string, any>} props attributes. `on...` adds an event listener, `style` is an object of CSS
  *   properties, and `dataset` an object of data attributes. null, undefined and false leave an attribute out.
- * children: texts become text nodes; null, undefined and false are left out
+ * @param {...Child} children
  */
 export function h(tag, props = {}, ...children) {
   return filled(document.createElement(tag), props, children);
 }
 
-export function svg(tag, props = {}, ...children) {
+export function svg(/** @type {keyof SVGElementTagNameMap} */ tag, props = {}, /** @type {Child[]} */ ...children) {
   return filled(document.createElementNS(SVG, tag), props, children);
 }
 
@@ -40,7 +42,7 @@ export function text(value) {
  * Set an attribute or a property, unless the element has this value already.
  * value: null, undefined and false remove an attribute
  */
-export function put(element, name, value) {
+export function put(/** @type {Element} */ element, name, value) {
   if (PROPERTIES.has(name)) {
     if (element[name] !== value) element[name] = value;
   } else if (value === null || value === undefined || value === false) {
@@ -52,7 +54,7 @@ export function put(element, name, value) {
 }
 
 /** Make a text the only content of an element, unless it is already. */
-export function setText(element, value) {
+export function setText(/** @type {Element} */ element, value) {
   const shown = printable(value);
   const only = element.firstChild;
   if (only instanceof Text && !only.nextSibling) {
@@ -66,7 +68,7 @@ export function setStyle(element, name, value) {
   if (style.getPropertyValue(name) !== String(value)) style.setProperty(name, String(value));
 }
 
-export function replace(element, ...children) {
+export function replace(/** @type {Element} */ element, /** @type {Child[]} */ ...children) {
   element.replaceChildren(...nodesOf(children));
 }
 
@@ -75,8 +77,12 @@ const lists = new WeakMap();
 /**
  * Make the children of `parent` correspond to `items`, in their order. An element remains as long as its key does, so
  * that focus and selection survive, and only what changed is laid out again. `parent` must have no other children.
- * items: of several items with the same key, only the first is shown
- * update: called for new elements, too
+ * @template T
+ * @param {Element} parent
+ * @param {T[]} items of several items with the same key, only the first is shown
+ * @param {(item: T) => unknown} key
+ * @param {(item: T) => Element} create
+ * @param {(element: any, item: T) => void} update called for new elements, too
  */
 export function reconcile(parent, items, key, create, update = () => {}) {
   const before = lists.get(parent) ?? new Map();
@@ -91,12 +97,13 @@ export function reconcile(parent, items, key, create, update = () => {}) {
   for (const [id, element] of before) if (!after.has(id)) element.remove();
   let next = parent.firstElementChild;
   for (const element of after.values()) {
-    if (element === next) next = next.nextElementSibling;
+    if (element === next) next = element.nextElementSibling;
     else parent.insertBefore(element, next);
   }
   lists.set(parent, after);
 }
 
+/** @template {HTMLElement | SVGElement} E @param {E} element @param {Record<string, any>} props @param {Child[]} children */
 function filled(element, props, children) {
   for (const [name, value] of Object.entries(props)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2).toLowerCase(), value);
@@ -110,6 +117,7 @@ function filled(element, props, children) {
   return element;
 }
 
+/** @param {Child[]} children @returns {Node[]} */
 function nodesOf(children) {
   return children.flatMap((child) => {
     if (child === null || child === undefined || child === false) return [];

@@ -36,7 +36,7 @@ export class Frame {
     this.showMoment();
   }
 
-  showInfo(info) {
+  showInfo(/** @type {Server.ConsoleInfo} */ info) {
     const { source, group, kind, version } = info;
     this.isLive = info.is_live;
     this.timeBar.setInfo(info);
@@ -46,12 +46,12 @@ export class Frame {
     put(this.tokenForm, "hidden", true);
   }
 
-  showState(state) {
+  showState(/** @type {Server.CatalogState} */ state) {
     this.timeBar.setState(state);
     this.#showProgress(state);
   }
 
-  #showProgress({ begin_offset, end_offset, log_end_offset, behind_s, is_complete, error }) {
+  #showProgress(/** @type {Server.CatalogState} */ { begin_offset, end_offset, log_end_offset, behind_s, is_complete, error }) {
     const share = (end_offset - begin_offset) / Math.max(1, log_end_offset - begin_offset);
     put(this.progress, "hidden", is_complete);
     put(this.progress, "value", share);

@@ -15,7 +15,7 @@ export class MarkerTrack {
   #row = h("div", { class: "track-row" });
   #bubble = h("div", { class: "track-bubble card", role: "tooltip", id: "marker-text", hidden: true });
   #leaving;
-  #clusters = [];
+  /** @type {import("./markers.js").Cluster[]} */ #clusters = [];
   #width = 0;
   #pin = h("span", { class: "track-pin", hidden: true, title: "First moment of the comparison" }, "A");
 
@@ -30,7 +30,7 @@ export class MarkerTrack {
   }
 
   /** pinUs: first moment of a comparison */
-  update(markers, beginUs, endUs, pinUs) {
+  update(/** @type {Server.Marker[]} */ markers, beginUs, endUs, pinUs) {
     const places = Math.max(1, this.#width / MARKER_PX);
     this.#clusters = clusters(markers, beginUs, endUs, places);
     const key = (one) => `${one.markers[0].topic} ${one.markers[0].offset}`;
@@ -68,15 +68,15 @@ export class MarkerTrack {
 
   #onKey(event) {
     if (event.key === "Escape") put(this.#bubble, "hidden", true);
-    const buttons = ([...this.#row.children]);
-    const at = buttons.indexOf(document.activeElement);
+    const buttons = /** @type {HTMLElement[]} */ ([...this.#row.children]);
+    const at = buttons.findIndex((one) => one === document.activeElement);
     const keys = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: buttons.length - 1 };
     if (at < 0 || !(event.key in keys)) return;
     event.preventDefault();
     buttons[keys[event.key]]?.focus();
   }
 
-  #describe(button, { markers, share }) {
+  #describe(button, /** @type {import("./markers.js").Cluster} */ { markers, share }) {
     clearTimeout(this.#leaving);
     const rest = markers.length - TEXTS_MAX;
     const lines = markers.slice(0, TEXTS_MAX).map((marker) =>
@@ -98,7 +98,7 @@ export function createLegend() {
   return h("ul", { class: "marker-legend", "aria-label": "Shapes of the markers" }, items);
 }
 
-function fill(button, { markers, kind, share }) {
+function fill(button, /** @type {import("./markers.js").Cluster} */ { markers, kind, share }) {
   setStyle(button, "--share", share.toFixed(5));
   if (button.getAttribute("data-kind") !== kind) {
     put(button, "data-kind", kind);

@@ -33,21 +33,21 @@ export function shapeOf(kind) {
 }
 
 /** Return a marker in words, with the number of its events unless the text contains it. */
-export function textOf(marker) {
+export function textOf(/** @type {Server.Marker} */ marker) {
   return marker.count > 1 && !marker.text.includes(String(marker.count)) ? `${marker.text} (${counted(marker.count, "event")})` : marker.text;
 }
 
 /**
- * Cluster
- * - markers: in order of time, at least one
- * - kind: the most important kind
- * - share: place on the axis, from 0 to 1
+ * @typedef {object} Cluster
+ * @property {Server.Marker[]} markers in order of time, at least one
+ * @property {Server.Marker["kind"]} kind the most important kind
+ * @property {number} share place on the axis, from 0 to 1
  */
 
 /** Merge markers that would overlap. */
-export function clusters(markers, beginUs, endUs, places) {
+export function clusters(/** @type {Server.Marker[]} */ markers, beginUs, endUs, places) {
   const span = Math.max(1, endUs - beginUs);
-  const found = [];
+  /** @type {Cluster[]} */ const found = [];
   for (const marker of markers) {
     const share = Math.min(1, Math.max(0, (marker.at_us - beginUs) / span));
     const last = found.at(-1);
@@ -61,20 +61,20 @@ export function clusters(markers, beginUs, endUs, places) {
 
 /** The markers of the whole log, which are read again while it grows. */
 export class MarkerList {
-  markers = [];
+  /** @type {Server.Marker[]} */ markers = [];
   #api;
   #onChange;
   #shownEndUs = -1;
   #readMs = -RELOAD_MS;
   #isReading = false;
 
-  constructor(api, onChange) {
+  constructor(/** @type {Context["api"]} */ api, onChange) {
     this.#api = api;
     this.#onChange = onChange;
   }
 
   /** Read the markers if the log has grown since they were read. */
-  async update({ begin_us, end_us }) {
+  async update(/** @type {Server.CatalogState} */ { begin_us, end_us }) {
     const isDue = performance.now() - this.#readMs >= RELOAD_MS;
     if (this.#isReading || !isDue || end_us === this.#shownEndUs || end_us === 0) return;
     this.#isReading = true;

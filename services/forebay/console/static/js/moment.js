@@ -6,13 +6,6 @@
  */
 
 /**
- * Route
- * - view: name of the view, for example `requests`
- * - argument: the part after the view, for example the number of a request; "" without one
- * - params: parameters other than the moment
- */
-
-/**
  * Remove the token from the fragment and return it.
  * Returns null if the fragment has none
  */
@@ -41,6 +34,10 @@ export class Moment {
     return at !== null && /^\d{1,16}$/.test(at) ? Number(at) : null;
   }
 
+  /**
+   * @returns {{ view: string, argument: string, params: Record<string, string> }} the name of the view, for example
+   *   `requests`, the part after it, for example the number of a request, and parameters other than the moment
+   */
   get route() {
     const [path, query] = split(location.hash.slice(1));
     const [, view = "", ...rest] = path.split("/");
@@ -50,7 +47,7 @@ export class Moment {
   }
 
   /** atUs: null for the live state */
-  set(atUs, { isNew = false } = {}) {
+  set(/** @type {number | null} */ atUs, { isNew = false } = {}) {
     if (atUs === this.atUs) return;
     const { view, argument, params } = this.route;
     this.#go(linkTo(view, argument, params, atUs === null ? null : Math.round(atUs)), isNew);
@@ -88,7 +85,7 @@ export class Moment {
  * Return the fragment of a page, for the `href` of a link.
  * params: null, undefined and "" are left out
  */
-export function linkTo(view, argument = "", params = {}, atUs = null) {
+export function linkTo(view, /** @type {string | number} */ argument = "", params = {}, /** @type {number | null} */ atUs = null) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(params)) {
     if (value !== null && value !== undefined && value !== "") query.set(name, String(value));

@@ -20,12 +20,12 @@ export function hasEnded(state) {
  * first token counts as prefill.
  * nowUs: time until which an active request is shown
  */
-export function phasesOfRow(row, nowUs) {
+export function phasesOfRow(/** @type {Server.RequestRow} */ row, /** @type {number} */ nowUs) {
   const begin = row.submitted_us;
   const end = Math.max(begin, row.ended_us ?? nowUs);
   const routed = Math.min(end, row.routed_us ?? end);
   const first = Math.min(end, row.first_token_us ?? end);
-  const found = [
+  /** @type {Array<[keyof PHASES, number, number]>} */ const found = [
     ["queue", begin, routed],
     ["prefill", routed, first],
     ["decode", first, end],

@@ -2,7 +2,13 @@
 
 import { PHASES } from "./phases.js";
 
-// A course has lanes, each with a name (`router` or a worker rank), spans and marks. Times count from the submission.
+/**
+ * Times count from the submission. The name of a lane is `router` or a worker rank.
+ * @typedef {{ phase: string, fromUs: number, toUs: number, label: string }} Span
+ * @typedef {{ atUs: number, kind: string, label: string }} Mark
+ * @typedef {{ name: string, spans: Span[], marks: Mark[] }} Lane
+ * @typedef {{ lanes: Lane[], totalUs: number, firstTokenUs: number | null }} Course
+ */
 
 const PHASE_OF_STAGE = { encode: "encode", prefill: "prefill", decode: "transfer", aggregated: "prefill" };
 const FAILURES = { worker_lost: "lost", not_encoded: "failed", not_prefilled: "failed", not_transferred: "failed" };
@@ -11,16 +17,16 @@ const ENDS_REQUEST = new Set(["finished", "failed", "aborted", "rejected", "answ
 const EVENTS = new Set(["worker_suspect", "worker_recovered", "worker_draining", "holder_lost", "cancel_requested"]);
 
 /** Return the name of the selected rank of a routing decision. */
-export function selectedName(routing) {
+export function selectedName(/** @type {Server.Routing} */ routing) {
   const { worker_id, rank } = routing.candidates[routing.winner].seen;
   return routing.candidates.some((one) => one.seen.rank) ? `${worker_id}/${rank}` : worker_id;
 }
 
 class Follower {
-  lanes = new Map();
-  #open = null;
+  /** @type {Map<string, Lane>} */ lanes = new Map();
+  /** @type {{ lane: Lane, phase: string, fromUs: number } | null} */ #open = null;
 
-  lane(name) {
+  lane(/** @type {string} */ name) {
     const found = this.lanes.get(name) ?? { name, spans: [], marks: [] };
     this.lanes.set(name, found);
     return found;
@@ -56,25 +62,25 @@ class Follower {
  * Return the course of a request.
  * nowUs: time until which an active request is shown, on the owner's clock
  */
-export function courseOf(explanation, nowUs) {
+export function courseOf(/** @type {Server.Explanation} */ explanation, nowUs) {
   const follower = new Follower();
   const routings = new Map(explanation.routings.map((one) => [one.offset, one]));
   const entries = explanation.timeline.filter((one) => one.counted && one.after_us !== null);
   let firstTokenUs = null;
   let totalUs = 0;
   for (const entry of entries) {
-    totalUs = Math.max(totalUs, entry.after_us);
+    totalUs = Math.max(totalUs, entry.after_us ?? 0);
     if (entry.what === "first_token") firstTokenUs ??= entry.after_us;
     follow(follower, entry, routings.get(entry.offset), explanation.first_token);
   }
-  const zeroUs = entries.length ? entries[0].now_us - entries[0].after_us : nowUs;
+  const zeroUs = entries.length ? (entries[0].now_us ?? nowUs) - (entries[0].after_us ?? 0) : nowUs;
   if (!explanation.ending && explanation.state !== "unknown") totalUs = Math.max(totalUs, nowUs - zeroUs);
   follower.leave(totalUs);
   const lanes = [...follower.lanes.values()].filter((lane) => lane.spans.length || lane.marks.length);
   return { lanes, totalUs, firstTokenUs };
 }
 
-function follow(follower, entry, routing, first) {
+function follow(/** @type {Follower} */ follower, /** @type {Server.TimelineEntry} */ entry, /** @type {Server.Routing | undefined} */ routing, first) {
   const atUs = entry.after_us;
   if (entry.what === "submitted") follower.enter("router", "queue", atUs);
   else if (entry.what === "routed" && routing) follower.enter(selectedName(routing), PHASE_OF_STAGE[routing.stage], atUs);
@@ -89,7 +95,7 @@ function follow(follower, entry, routing, first) {
 }
 
 /** Divide the time until the first token of a decode worker, which fetches the KV first. */
-function reachFirstToken(follower, atUs, first) {
+function reachFirstToken(/** @type {Follower} */ follower, atUs, /** @type {Server.FirstTokenTiming | null} */ first) {
   const lane = follower.current;
   if (!lane) return;
   if (follower.phase === "transfer" && first?.transfer_us) {
@@ -98,7 +104,7 @@ function reachFirstToken(follower, atUs, first) {
   follower.enter(lane.name, "decode", atUs);
 }
 
-function mark(follower, kind, entry) {
+function mark(/** @type {Follower} */ follower, kind, /** @type {Server.TimelineEntry} */ entry) {
   const lane = follower.current ?? follower.lane("router");
-  lane.marks.push({ atUs: entry.after_us, kind, label: entry.text });
+  lane.marks.push({ atUs: entry.after_us ?? 0, kind, label: entry.text });
 }

@@ -6,32 +6,27 @@ import { VisibleRows } from "./visible_rows.js";
 
 const ROWS_MAX = 500; // more rows would take over 50 ms to lay out, unless only visible ones are elements
 
-/**
- * Column
- * - text: content of the cell
- * - fill: updates the cell instead, for content other than text; the
- *   cell is empty the first time
- * - order: sort key; null sorts last. A column without it cannot be sorted.
- * - isDescendingFirst: whether the first click on the heading shows the largest values first
- */
-
+/** @template T */
 export class Table {
   #columns;
   #key;
   #body;
   #more;
   #headings;
-  #visible = null; // for a table that may have many rows
-  #items = [];
+  /** @type {VisibleRows<T> | null} */ #visible = null; // for a table that may have many rows
+  /** @type {T[]} */ #items = [];
   #sortedBy;
   #isDescending;
 
   /**
-   * options.key: identifies a row across updates
-   * options.sortedBy: ID of the column that sorts the rows at first; otherwise they keep their order
-   * options.longClass: for a table that may have many rows: a CSS class that sets `--tracks`, the grid
+   * @param {object} options
+   * @param {string} options.label
+   * @param {Column<T>[]} options.columns
+   * @param {(item: T) => unknown} options.key identifies a row across updates
+   * @param {string} [options.sortedBy] ID of the column that sorts the rows at first; otherwise they keep their order
+   * @param {string} [options.longClass] for a table that may have many rows: a CSS class that sets `--tracks`, the grid
    *   tracks of its columns. Only visible rows are elements then.
-   * options.isDescending: whether this column sorts the largest values first
+   * @param {boolean} [options.isDescending] whether this column sorts the largest values first
    */
   constructor({ label, columns, key, sortedBy, longClass, isDescending = false }) {
     this.#columns = columns;
@@ -49,7 +44,7 @@ export class Table {
     this.element = h("div", { class: "table" }, box, this.#more);
   }
 
-  update(items) {
+  update(/** @type {T[]} */ items) {
     this.#items = items;
     const rows = this.#sorted(items);
     const update = (row, item) =>
@@ -73,26 +68,26 @@ export class Table {
     return h("tr", { role: "row" }, cells);
   }
 
-  #heading(column) {
+  #heading(/** @type {Column<T>} */ column) {
     const props = { role: "columnheader", scope: "col", class: column.isText ? "t" : null, title: column.title };
     if (!column.order) return h("th", props, column.label);
     const button = h("button", { type: "button", class: "sort", onclick: () => this.#sortBy(column) }, column.label);
     return h("th", { ...props, "aria-sort": this.#direction(column) }, button);
   }
 
-  #sortBy(column) {
+  #sortBy(/** @type {Column<T>} */ column) {
     this.#isDescending = this.#sortedBy === column.id ? !this.#isDescending : Boolean(column.isDescendingFirst);
     this.#sortedBy = column.id;
     this.#columns.forEach((one, at) => put(this.#headings[at], "aria-sort", one.order ? this.#direction(one) : null));
     this.update(this.#items);
   }
 
-  #direction(column) {
+  #direction(/** @type {Column<T>} */ column) {
     if (this.#sortedBy !== column.id) return "none";
     return this.#isDescending ? "descending" : "ascending";
   }
 
-  #sorted(items) {
+  #sorted(/** @type {T[]} */ items) {
     const order = this.#columns.find((column) => column.id === this.#sortedBy)?.order;
     if (!order) return items;
     const sign = this.#isDescending ? -1 : 1;
@@ -111,6 +106,7 @@ function compare(a, b, sign) {
   return sign * (a - b);
 }
 
+/** @template T @param {Column<T>} column @param {HTMLElement} cell @param {T} item */
 function fill(column, cell, item) {
   if (column.fill) column.fill(cell, item);
   else setText(cell, column.text?.(item) ?? "");

@@ -16,9 +16,9 @@ export class TimeBar {
   /** shown above the view while the moment is in the past */ strip;
   #moment;
   #isBusy;
-  #info = { is_live: true };
-  #state = null;
-  #pendingUs = null; // chosen with the slider, but not shown yet
+  /** @type {Pick<Server.ConsoleInfo, "is_live">} */ #info = { is_live: true };
+  /** @type {Pick<Server.CatalogState, "begin_us" | "end_us">} */ #state = { begin_us: 0, end_us: 0 };
+  /** @type {number | null} */ #pendingUs = null; // chosen with the slider, but not shown yet
   #timer;
   #committedMs = 0;
   #isLoading = false;
@@ -37,7 +37,7 @@ export class TimeBar {
   #entry;
 
   /** options.isBusy: whether the view still reads the previous moment */
-  constructor({ api, moment, isBusy }) {
+  constructor(/** @type {Pick<Context, "api" | "moment"> & { isBusy: () => boolean }} */ { api, moment, isBusy }) {
     this.#moment = moment;
     this.#isBusy = isBusy;
     this.#markers = new MarkerList(api, () => this.#showMarkers());
@@ -71,11 +71,11 @@ export class TimeBar {
     );
   }
 
-  setInfo(info) {
+  setInfo(/** @type {Server.ConsoleInfo} */ info) {
     this.#info = info;
   }
 
-  setState(state) {
+  setState(/** @type {Server.CatalogState} */ state) {
     this.#state = state;
     put(this.element, "hidden", state.end_us === 0);
     this.show();
@@ -97,7 +97,7 @@ export class TimeBar {
   }
 
   show() {
-    if (!this.#state || !this.#state.end_us) return;
+    if (!this.#state.end_us) return;
     const { begin_us, end_us } = this.#state;
     const chosen = this.#moment.atUs;
     const atUs = this.#pendingUs ?? chosen ?? end_us;
@@ -218,7 +218,7 @@ export class TimeBar {
   }
 
   #showMarkers() {
-    if (!this.#state?.end_us) return;
+    if (!this.#state.end_us) return;
     const { view, params } = this.#moment.route;
     const pin = view === "time" && /^\d+$/.test(params.a ?? "") ? Number(params.a) : null;
     this.#markedMs = performance.now();

@@ -10,14 +10,15 @@ const ROWS_MIN = 10; // also of a table outside of the visible part, so that the
 const SHORT_ROWS = 40; // a table with at most so many rows has an element for each
 const ROW_PX = 28; // height of a row before one was measured
 
+/** @template T */
 export class VisibleRows {
   #table;
   #body;
   #key;
   #create;
-  #update = () => {};
+  /** @type {(row: any, item: T) => void} */ #update = () => {};
   #keys = new WeakMap(); // key of the item of each row
-  #items = [];
+  /** @type {T[]} */ #items = [];
   #first = 0; // index of the first item with an element
   #last = 0; // index after the last one
   #rowPx = ROW_PX;
@@ -25,8 +26,11 @@ export class VisibleRows {
   #listening = new AbortController();
 
   /**
-   * options.body: `tbody` of the table, of `display: block`
-   * options.key: identifies an item across updates; no two items have the same key
+   * @param {object} options
+   * @param {HTMLElement} options.table
+   * @param {HTMLElement} options.body `tbody` of the table, of `display: block`
+   * @param {(item: T) => unknown} options.key identifies an item across updates; no two items have the same key
+   * @param {(item: T) => Element} options.create
    */
   constructor({ table, body, key, create }) {
     this.#table = table;
@@ -40,7 +44,7 @@ export class VisibleRows {
   }
 
   /** update: fills a row, also one that is scrolled into view later */
-  show(items, update) {
+  show(/** @type {T[]} */ items, /** @type {(row: any, item: T) => void} */ update) {
     this.#items = items;
     this.#update = update;
     put(this.#table, "aria-rowcount", items.length + 1); // with the row of headings
@@ -61,6 +65,7 @@ export class VisibleRows {
     this.#move();
   }
 
+  /** @returns {[number, number]} */
   #range() {
     const count = this.#items.length;
     if (this.#isPrinting || count <= SHORT_ROWS) return [0, count];

@@ -4,11 +4,15 @@ import { h } from "../dom.js";
 import { counted } from "../format.js";
 
 /**
- * ActionForm
- * - read: returns the body of the request, or what is wrong
- * ActionKind
- * - name: name in the address of the endpoint
- * - about: the effect, in words
+ * @typedef {object} ActionForm
+ * @property {Array<{ label: string, input: HTMLElement, hint?: string }>} fields
+ * @property {() => { body?: Record<string, any>, problem?: string }} read returns the body of the request, or what is wrong
+ * @typedef {object} ActionKind
+ * @property {string} name name in the address of the endpoint
+ * @property {string} title
+ * @property {string} about the effect, in words
+ * @property {(system: { status: Server.GroupStatus, info: Server.ConsoleInfo }) => ActionForm} createForm
+ * @property {(body: any, group: string) => { topic: string, type: string, text: string }} event
  */
 
 const THRESHOLDS = {
@@ -18,6 +22,7 @@ const THRESHOLDS = {
 };
 const OFF = "off";
 
+/** @type {ActionKind[]} */
 export const ACTIONS = [
   {
     name: "drain-worker",
@@ -25,8 +30,8 @@ export const ACTIONS = [
     about: "The worker gets no new requests, finishes those that it has, and leaves. It does not come back by itself.",
     createForm({ status }) {
       const workers = status.workers.filter((one) => one.state !== "draining");
-      const busy = (one) => one.ranks.reduce((sum, rank) => sum + rank.active_requests, 0);
-      const label = (one) => `${one.worker_id}: ${one.state}, pool ${one.pool}, ${counted(busy(one), "active request")}`;
+      const busy = (/** @type {Server.WorkerStatus} */ one) => one.ranks.reduce((sum, rank) => sum + rank.active_requests, 0);
+      const label = (/** @type {Server.WorkerStatus} */ one) => `${one.worker_id}: ${one.state}, pool ${one.pool}, ${counted(busy(one), "active request")}`;
       const input = select("worker", workers.map((one) => [one.worker_id, label(one)]));
       return {
         fields: [{ label: "Worker", input }],
@@ -137,8 +142,8 @@ function readThresholds(inputs) {
   return Object.keys(body).length ? { body } : { problem: "Nothing is changed. Enter at least one threshold." };
 }
 
-function poolSelect(status) {
-  const label = (one) => `${one.pool}: ${one.role}, policy ${one.policy}${one.drained ? ", drained" : ""}`;
+function poolSelect(/** @type {Server.GroupStatus} */ status) {
+  const label = (/** @type {Server.PoolStatus} */ one) => `${one.pool}: ${one.role}, policy ${one.policy}${one.drained ? ", drained" : ""}`;
   return select("pool", status.pools.map((one) => [one.pool, label(one)]));
 }
 

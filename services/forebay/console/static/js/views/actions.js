@@ -7,7 +7,7 @@ import { h, put, replace, setText } from "../dom.js";
 import { sentence } from "../format.js";
 import { ACTIONS, outcomeOf } from "./action_kinds.js";
 
-export function actionButton(context) {
+export function actionButton(/** @type {Context} */ context) {
   const onclick = () => new ActionDialog(context).open();
   return h("button", { type: "button", class: "button", "aria-haspopup": "dialog", onclick }, "Actions");
 }
@@ -30,11 +30,11 @@ class ActionDialog {
   #write = h("button", { type: "button", class: "button primary", onclick: () => this.#execute() }, "Write this event");
   #back = h("button", { type: "button", class: "button", onclick: () => this.#show(this.#enter) }, "Back");
   #outcome = h("div", { role: "status" });
-  #status = null;
-  #form = null;
+  /** @type {Server.GroupStatus | null} */ #status = null;
+  /** @type {import("./action_kinds.js").ActionForm | null} */ #form = null;
   #closed = new AbortController();
 
-  constructor(context) {
+  constructor(/** @type {Context} */ context) {
     this.#context = context;
     const options = ACTIONS.map((one) => h("option", { value: one.name }, one.title));
     const onchange = () => this.#showFields();
@@ -136,7 +136,7 @@ class ActionDialog {
     setText(this.#outcome, "Waiting for the effect…");
     try {
       const path = `v1/console/actions/${this.#action.name}`;
-      const result = await this.#context.api.post(path, { operator: lastOperator, ...body }, { headers });
+      const result = await this.#context.api.post(path, { operator: lastOperator, ...body }, headers);
       if (this.#closed.signal.aborted) return;
       this.#show(null);
       const close = h("button", { type: "button", class: "button", onclick: () => this.#dialog.close() }, "Close");

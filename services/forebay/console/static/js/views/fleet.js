@@ -30,7 +30,7 @@ export class View {
   #topics = createTopics();
   #details; // empty before the first decision
 
-  constructor(context) {
+  constructor(/** @type {Context} */ context) {
     this.#context = context;
     this.#charts = new FleetCharts(context);
     this.#pools = createPools();
@@ -47,7 +47,7 @@ export class View {
     );
   }
 
-  async refresh(signal) {
+  async refresh(/** @type {AbortSignal} */ signal) {
     const { api, moment } = this.#context;
     const [fleet] = await Promise.all([
       api.get("v1/console/fleet", { at_us: moment.atUs }, signal),
@@ -79,7 +79,7 @@ export class View {
     setText(this.#further.children[0], counted(problems.length - PROBLEMS_MAX, "further problem"));
   }
 
-  #showHint(status) {
+  #showHint(/** @type {Server.GroupStatus} */ status) {
     const routed = status.pools.reduce((sum, pool) => sum + pool.routed, 0);
     const key = status.owner.epoch < 0 ? "no owner" : routed + status.requests.in_flight ? "" : "no request";
     if (key === this.#hintKey) return;
@@ -88,9 +88,9 @@ export class View {
     replace(this.#hint, key === "no owner" ? hintToServe(this.#context.info) : key && hintToSend());
   }
 
-  #showSummary(status, activities) {
+  #showSummary(/** @type {Server.GroupStatus} */ status, /** @type {Server.WorkerActivity[]} */ activities) {
     const ranks = status.workers.flatMap((worker) => worker.ranks);
-    const total = (name) =>
+    const total = (/** @type {keyof Server.RankStatus} */ name) =>
       ranks.reduce((sum, rank) => sum + (rank[name] ?? 0), 0);
     const used = total("kv_blocks_used");
     const blocks = total("kv_blocks_total");
@@ -111,7 +111,7 @@ export class View {
   }
 }
 
-function headline(status, problems) {
+function headline(/** @type {Server.GroupStatus} */ status, /** @type {string[]} */ problems) {
   const found = problems.length ? `, ${counted(problems.length, "problem")}` : "";
   if (!status.ready) return `Not ready for requests${found}.`;
   const ready = status.workers.filter((worker) => worker.state === "ready").length;
@@ -119,7 +119,7 @@ function headline(status, problems) {
   return `Ready: ${workers}, ${counted(status.requests.in_flight, "request")} in flight${found || ", no problems"}.`;
 }
 
-function ownerSentence({ owner, group }) {
+function ownerSentence(/** @type {Server.GroupStatus} */ { owner, group }) {
   if (owner.epoch < 0) return `No router has owned group ${group} yet.`;
   const since = owner.since_us === null ? "" : ` since ${dateTime(owner.since_us)} UTC`;
   const name = owner.owner_id || "A router whose claim is no longer on the log";
@@ -133,19 +133,19 @@ function ownerSentence({ owner, group }) {
   return `${name} owns group ${group} in epoch ${whole(owner.epoch)}${since}. ${alive}${standbys}`;
 }
 
-function workerStates(workers) {
+function workerStates(/** @type {Server.WorkerStatus[]} */ workers) {
   const counts = new Map();
   for (const { state } of workers) counts.set(state, (counts.get(state) ?? 0) + 1);
   return [...counts].map(([state, count]) => `${whole(count)} ${state}`).join(", ") || "none";
 }
 
 /** tokens: number of their first tokens */
-function hitRate(activities, tokens) {
+function hitRate(/** @type {Server.WorkerActivity[]} */ activities, tokens) {
   if (!tokens) return "no hit rate";
-  return `${percent(activities.reduce((sum, one) => sum + one.hit_rate * one.first_tokens, 0) / tokens)} mean hit rate`;
+  return `${percent(activities.reduce((sum, one) => sum + (one.hit_rate ?? 0) * one.first_tokens, 0) / tokens)} mean hit rate`;
 }
 
-function hintToServe({ kind, source }) {
+function hintToServe(/** @type {Server.ConsoleInfo} */ { kind, source }) {
   const start =
     kind === "kafka"
       ? [h("p", {}, "Start a router, a worker and an ingress on the same Kafka. The page shows them as soon as they join.")]
@@ -171,11 +171,12 @@ class FleetCharts {
   #context;
   #minutes = WINDOWS[0];
   #buttons;
+  /** @type {Array<{ names: Array<Exclude<keyof Server.MetricSeries, "from_us" | "interval_us">>, chart: LineChart }>} */
   #charts;
   #shown = ""; // moment and window of the values in the charts
   #shownMs = 0;
 
-  constructor(context) {
+  constructor(/** @type {Context} */ context) {
     this.#context = context;
     const perSecond = (value) => (value === null ? number(null) : `${number(value)}/s`);
     const percentiles = [{ name: "p50", colour: 0 }, { name: "p95", colour: 1, isDashed: true }];
@@ -206,7 +207,7 @@ class FleetCharts {
   }
 
   /** Show the minutes before the chosen moment. While the page is live, read them once per second. */
-  async refresh(signal) {
+  async refresh(/** @type {AbortSignal | undefined} */ signal = undefined) {
     const { api, moment, state } = this.#context;
     const key = `${moment.atUs} ${this.#minutes}`;
     const age = performance.now() - this.#shownMs;
@@ -235,7 +236,7 @@ class FleetCharts {
 /**
  * Return the span of the charts. It ends at the moment, and ends at a whole interval, so that the last value is complete.
  */
-function chartRange({ begin_us, end_us }, atUs, windowUs) {
+function chartRange(/** @type {Server.CatalogState} */ { begin_us, end_us }, atUs, windowUs) {
   const end = atUs ?? end_us;
   const span = Math.max(1, Math.min(windowUs, end - begin_us));
   if (span < windowUs) return { from_us: begin_us, to_us: Math.max(end, begin_us + 1) };

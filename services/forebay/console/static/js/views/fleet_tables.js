@@ -5,7 +5,7 @@ import { percent, whole } from "../format.js";
 import { badge, updateBadge } from "../parts.js";
 import { Table } from "../table.js";
 
-/** Create the table of pools. It shows a list of PoolStatus. */
+/** @returns {Table<Server.PoolStatus>} the table of pools */
 export function createPools() {
   return new Table({
     label: "Pools",
@@ -28,7 +28,7 @@ export function createPools() {
   });
 }
 
-/** Create the table of the owner's input topics. It shows a list of TopicStatus. */
+/** @returns {Table<Server.TopicStatus>} the table of the owner's input topics */
 export function createTopics() {
   return new Table({
     label: "Input topics of the owner",
@@ -56,6 +56,6 @@ export function fillBadge(cell, state, label = state) {
   put(cell, "data-state", state);
 }
 
-function canary({ canary_of, canary_share }) {
+function canary(/** @type {Server.PoolStatus} */ { canary_of, canary_share }) {
   return canary_of === null ? "" : `${percent(canary_share)} of ${canary_of}`;
 }

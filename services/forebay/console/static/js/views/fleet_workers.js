@@ -7,16 +7,21 @@ import { meter, updateMeter } from "../parts.js";
 import { Table } from "../table.js";
 import { fillBadge } from "./fleet_tables.js";
 
+/**
+ * @typedef {Pick<Server.WorkerActivity, "hit_rate" | "ttft_p50_us">} Activity
+ * @typedef {{ key: string, name: string, worker: Server.WorkerStatus, rank: Server.RankStatus, activity: Activity }} Row
+ */
+
 export class WorkerTable {
-  #rows = [];
-  #atUs = null; // moment of the rows
+  /** @type {Row[]} */ #rows = [];
+  /** @type {number | null} */ #atUs = null; // moment of the rows
   #context;
   #table;
   #search;
   #state = h("select", { onchange: () => this.#show() });
   #count = h("span", { class: "soft", role: "status" });
 
-  constructor(context) {
+  constructor(/** @type {Context} */ context) {
     this.#context = context;
     this.#search = h("input", { type: "search", placeholder: "name, pool, role or engine", oninput: () => this.#show() });
     this.#table = new Table({ label: "Workers and ranks", key: (row) => row.key, columns: this.#columns(), longClass: "workers" });
@@ -29,7 +34,7 @@ export class WorkerTable {
     );
   }
 
-  update(status, activities) {
+  update(/** @type {Server.GroupStatus} */ status, /** @type {Server.WorkerActivity[]} */ activities) {
     this.#atUs = this.#context.moment.atUs;
     const activity = new Map(activities.map((one) => [one.worker_id, one]));
     this.#rows = status.workers.flatMap((worker) =>
@@ -64,16 +69,17 @@ export class WorkerTable {
     this.#table.dispose();
   }
 
+  /** @returns {Column<Row>[]} */
   #columns() {
-    const numeric = (id, label, title, value, text = whole) => ({
+    const numeric = (id, label, title, /** @type {(row: Row) => number | null} */ value, text = whole) => ({
       id,
       label,
       title,
-      text: (row) => text(value(row)),
+      text: (/** @type {Row} */ row) => text(value(row)),
       order: value,
       isDescendingFirst: true,
     });
-    const textual = (id, value) => ({ id, label: id, isText: true, text: value, order: value });
+    const textual = (id, /** @type {(row: Row) => string} */ value) => ({ id, label: id, isText: true, text: value, order: value });
     return [
       { ...textual("worker", ({ name }) => name), fill: (cell, row) => this.#fillName(cell, row) },
       { ...textual("state", ({ worker }) => worker.state), fill: (cell, { worker }) => fillBadge(cell, worker.state) },
@@ -91,7 +97,7 @@ export class WorkerTable {
     ];
   }
 
-  #fillName(cell, { name, worker }) {
+  #fillName(cell, /** @type {Row} */ { name, worker }) {
     if (!cell.firstElementChild) cell.append(h("a", { class: "name" }));
     const link = cell.firstElementChild;
     setText(link, name);
@@ -100,15 +106,15 @@ export class WorkerTable {
   }
 }
 
-function loras({ loras: names }) {
+function loras(/** @type {Server.WorkerStatus} */ { loras: names }) {
   return names.length ? `, LoRA adapters ${names.join(", ")}` : "";
 }
 
-function occupancy({ rank }) {
+function occupancy(/** @type {Row} */ { rank }) {
   return rank.kv_blocks_used === null || !rank.kv_blocks_total ? null : rank.kv_blocks_used / rank.kv_blocks_total;
 }
 
-function fillOccupancy(cell, row) {
+function fillOccupancy(cell, /** @type {Row} */ row) {
   if (!cell.firstElementChild) cell.append(meter());
   const { kv_blocks_used: used, kv_blocks_total: total } = row.rank;
   const label = `${used === null ? "unknown" : compact(used)} of ${compact(total)}`;

@@ -3,7 +3,7 @@
 import { h, put, setText } from "../dom.js";
 import { isAbort } from "../api.js";
 
-export function recordButton(api, topic, offset) {
+export function recordButton(/** @type {Context["api"]} */ api, /** @type {string} */ topic, /** @type {number} */ offset) {
   const label = `Record ${offset} of topic ${topic}`;
   return h(
     "button",
@@ -12,7 +12,7 @@ export function recordButton(api, topic, offset) {
   );
 }
 
-async function showRecord(api, topic, offset) {
+async function showRecord(/** @type {Context["api"]} */ api, topic, offset) {
   const closed = new AbortController();
   const content = h("pre", { tabindex: 0, "aria-label": "Record" }, "Reading the record…");
   const close = h("button", { type: "button", class: "button", onclick: () => dialog.close() }, "Close");

@@ -33,14 +33,14 @@ export class View {
   #what = h("div", { "aria-live": "polite" });
   #changes = section("What would have changed the selection", this.#what);
   #trust = h("div", { class: "soft trust" });
-  #explanation = null;
-  #row = null;
+  /** @type {Server.Explanation | null} */ #explanation = null;
+  /** @type {Server.RequestRow | null} */ #row = null;
   #body;
   #explainedMs = -Infinity;
   #isCompared = false; // whether the changes were read
   #shownFor = "";
 
-  constructor(context) {
+  constructor(/** @type {Context} */ context) {
     this.#context = context;
     this.#body = h(
       "div",
@@ -67,7 +67,7 @@ export class View {
     );
   }
 
-  async refresh(signal) {
+  async refresh(/** @type {AbortSignal} */ signal) {
     const { api, moment, state } = this.#context;
     const { argument, params } = moment.route;
     put(this.#back, "href", linkTo("requests", "", {}, moment.atUs));
@@ -87,9 +87,9 @@ export class View {
     const shown = `${moment.atUs} ${isDone ? "" : state().end_us}`;
     if (this.#explanation && shown !== this.#shownFor) {
       this.#shownFor = shown;
-      this.#show();
+      this.#show(this.#explanation);
     }
-    if (!this.#isCompared && this.#explanation?.routings.length) await this.#compare(signal);
+    if (!this.#isCompared && this.#explanation?.routings.length) await this.#compare(this.#explanation.request_id, signal);
   }
 
   /** The number of the request; null for a link by ID alone. */
@@ -98,12 +98,11 @@ export class View {
     return /^\d+$/.test(argument) ? argument : null;
   }
 
-  #explain(id, query, signal) {
-    const path = `v1/requests/${encodeURIComponent(id)}/explain`;
-    return this.#context.api.get(path, { number: this.#number, ...query }, signal);
+  #explain(/** @type {string} */ id, query, signal) {
+    return this.#context.api.get(`v1/requests/${encodeURIComponent(id)}/explain`, { number: this.#number, ...query }, signal);
   }
 
-  async #readRow(number, signal) {
+  async #readRow(/** @type {string | number | null} */ number, signal) {
     try {
       return number === null ? null : await this.#context.api.get(`v1/console/requests/${number}`, {}, signal);
     } catch (error) {
@@ -112,10 +111,10 @@ export class View {
     }
   }
 
-  async #compare(signal) {
+  async #compare(/** @type {string} */ id, /** @type {AbortSignal} */ signal) {
     if (!this.#what.firstChild) setText(this.#what, "Evaluating other settings…");
     try {
-      const { routings } = await this.#explain(this.#explanation.request_id, { changes: true }, signal);
+      const { routings } = await this.#explain(id, { changes: true }, signal);
       replace(this.#what, routings.map((one) => changeList(one, routings.length > 1)));
     } catch (error) {
       if (signal.aborted || isAbort(error)) return;
@@ -132,8 +131,7 @@ export class View {
     replace(this.#body, emptyBox(message, h("p", { class: "soft" }, "Retention may have removed its records, or no owner has applied it yet.")));
   }
 
-  #show() {
-    const explanation = this.#explanation;
+  #show(/** @type {Server.Explanation} */ explanation) {
     const { moment, state } = this.#context;
     const endUs = state().end_us;
     put(this.#body, "hidden", false);
@@ -155,7 +153,7 @@ export class View {
     replace(this.#trust, trustNotes(explanation).map((note) => h("p", {}, note)));
   }
 
-  #showNotes({ request_id, earlier_uses, others, divergence }) {
+  #showNotes(/** @type {Server.Explanation} */ { request_id, earlier_uses, others, divergence }) {
     const notes = [];
     const { atUs } = this.#context.moment;
     if (divergence) notes.push("The journal does not follow from the events. See the end of this page.");
@@ -176,7 +174,7 @@ export class View {
     replace(this.#notes, h("ul", {}, notes.map((note) => h("li", {}, note))));
   }
 
-  #showCourse(explanation, endUs, atUs) {
+  #showCourse(/** @type {Server.Explanation} */ explanation, endUs, atUs) {
     const course = courseOf(explanation, endUs);
     const sinceUs = explanation.submitted?.now_us;
     const shownUs = atUs === null || !sinceUs ? null : atUs - sinceUs;
@@ -185,8 +183,8 @@ export class View {
     else replace(this.#chart);
   }
 
-  #showEntries(explanation, atUs) {
-    const isLater = (entry) => atUs !== null && (entry.now_us === null || entry.now_us > atUs);
+  #showEntries(/** @type {Server.Explanation} */ explanation, atUs) {
+    const isLater = (/** @type {Server.TimelineEntry} */ entry) => atUs !== null && (entry.now_us === null || entry.now_us > atUs);
     reconcile(
       this.#entries,
       explanation.timeline,
@@ -213,12 +211,12 @@ function show(element, content) {
   if (content) replace(element, element.firstElementChild, content);
 }
 
-function entryList({ timeline }, what) {
+function entryList(/** @type {Server.Explanation} */ { timeline }, what) {
   const found = timeline.filter((entry) => entry.what === what);
   return found.length ? h("ul", {}, found.map((entry) => h("li", {}, entry.text))) : null;
 }
 
-function entryText(entry, explanation) {
+function entryText(/** @type {Server.TimelineEntry} */ entry, /** @type {Server.Explanation} */ explanation) {
   const isPending = entry.now_us === null && explanation.state !== "submitted";
   return `${entry.text}${isPending ? " (on the log, not in the journal yet)" : ""}${entry.counted ? "" : " (no effect)"}`;
 }

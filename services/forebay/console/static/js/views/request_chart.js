@@ -13,7 +13,7 @@ const PARTS = { ...PHASES, decode: "network and first decode step" };
  * options: `shownUs`: the chosen moment, in microseconds since the
  *   submission; null for the live state
  */
-export function courseChart(course, { shownUs, isActive }) {
+export function courseChart(/** @type {import("../request_lanes.js").Course} */ course, { shownUs, isActive }) {
   const { lanes, totalUs, firstTokenUs } = course;
   const share = (us) => Math.min(1, us / totalUs).toFixed(5);
   const lines = [];
@@ -43,7 +43,7 @@ export function courseChart(course, { shownUs, isActive }) {
   );
 }
 
-export function ttftParts(partsUs) {
+export function ttftParts(/** @type {Record<string, number>} */ partsUs) {
   const parts = Object.entries(partsUs);
   const total = parts.reduce((sum, [, us]) => sum + us, 0) || 1;
   return h(
@@ -87,7 +87,7 @@ function ticks(totalUs) {
   return Array.from({ length: Math.floor(totalUs / step) + 1 }, (_, at) => at * step).filter((us) => us <= 0.97 * totalUs);
 }
 
-function spoken({ lanes, totalUs, firstTokenUs }, isActive) {
+function spoken(/** @type {import("../request_lanes.js").Course} */ { lanes, totalUs, firstTokenUs }, isActive) {
   const parts = lanes.flatMap((lane) =>
     lane.spans.map((span) => ({
       fromUs: span.fromUs,

@@ -9,7 +9,7 @@ const STATES = ["submitted", "queued", "encode", "prefill", "decode", "waiting",
 const SUGGESTIONS_MAX = 500;
 const TYPING_MS = 300; // a filter applies after a pause in typing
 
-export function createFilters(context) {
+export function createFilters(/** @type {Context} */ context) {
   let timer;
   const known = new Set();
   const workers = h("datalist", { id: "request-workers" });

@@ -7,11 +7,12 @@ import { badge, updateBadge } from "../parts.js";
 import { hasEnded, phasesOfRow, roundUp } from "../phases.js";
 
 /**
- * RowView
- * - group: model of the group, which is not repeated in each row
- * - endUs: time until which active requests are shown
- * - scaleUs: duration that fills the width of the last column
- * - departed: rows that no longer match the filters
+ * @typedef {object} RowView
+ * @property {Context["moment"]} moment
+ * @property {string} group model of the group, which is not repeated in each row
+ * @property {number} endUs time until which active requests are shown
+ * @property {number} scaleUs duration that fills the width of the last column
+ * @property {Set<number>} departed rows that no longer match the filters
  */
 
 const ID_CHARS_MAX = 34;
@@ -31,7 +32,7 @@ export const COLUMNS = [
 ];
 
 /** Return the duration that fills the width of the bars: a round number that is at least the longest duration. */
-export function scaleOf(rows, endUs) {
+export function scaleOf(/** @type {Server.RequestRow[]} */ rows, /** @type {number} */ endUs) {
   return roundUp(Math.max(1_000, ...rows.map((row) => (row.ended_us ?? endUs) - row.submitted_us)));
 }
 
@@ -45,7 +46,7 @@ export function createRow() {
   return h("tr", { role: "row" }, cells);
 }
 
-export function updateRow(element, row, { moment, group, endUs, scaleUs, departed }) {
+export function updateRow(element, /** @type {Server.RequestRow} */ row, /** @type {RowView} */ { moment, group, endUs, scaleUs, departed }) {
   const [when, request, phase, where, prompt, ttft, output, itl, total, life] = element.children;
   const isDeparted = departed.has(row.number);
   put(element, "class", isDeparted ? "departed" : null);
@@ -74,7 +75,7 @@ function abbreviated(id) {
   return shown.length <= ID_CHARS_MAX ? shown : `${shown.slice(0, ID_HEAD)}…${shown.slice(ID_HEAD + 1 - ID_CHARS_MAX)}`;
 }
 
-function detailsOf(row, group) {
+function detailsOf(/** @type {Server.RequestRow} */ row, group) {
   const found = [];
   if (row.model !== group) found.push(row.model);
   if (row.lora_name) found.push(`adapter ${row.lora_name}`);
@@ -82,11 +83,11 @@ function detailsOf(row, group) {
   return found.join(", ");
 }
 
-function reasonOf(row) {
+function reasonOf(/** @type {Server.RequestRow} */ row) {
   return row.state === "finished" && row.reason === "stop" ? "" : row.reason;
 }
 
-function updateLife(life, row, endUs, scaleUs) {
+function updateLife(life, /** @type {Server.RequestRow} */ row, endUs, scaleUs) {
   put(life, "data-open", hasEnded(row.state) ? null : "true");
   reconcile(
     life,

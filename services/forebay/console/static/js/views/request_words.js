@@ -19,7 +19,7 @@ const STATES = {
  * Return what happened to a request, where, and how long it took.
  * nowUs: the newest time of the log
  */
-export function headline(explanation, nowUs) {
+export function headline(/** @type {Server.Explanation} */ explanation, /** @type {number} */ nowUs) {
   const { ending } = explanation;
   const last = explanation.routings.at(-1);
   const where = last ? ` on ${selectedName(last)}` : "";
@@ -33,7 +33,7 @@ export function headline(explanation, nowUs) {
   if (ending.state === "answered") return `Route query: would be routed to ${last ? selectedName(last) : "no worker"}.`;
   const after = ending.duration_us === null ? "" : ` after ${duration(ending.duration_us)}`;
   const attempts = ending.attempt > 1 ? `, at attempt ${ending.attempt}` : "";
-  if (ending.state === "finished") return `Finished${where}${after}${attempts}${results(explanation)}.`;
+  if (ending.state === "finished") return `Finished${where}${after}${attempts}${results(ending, explanation.first_token)}.`;
   const reason = ending.reason ? ` (${ending.reason.replaceAll("_", " ")})` : "";
   const place = ending.state === "rejected" ? "" : where;
   const text = ending.text ? `: ${ending.text}` : "";
@@ -41,7 +41,7 @@ export function headline(explanation, nowUs) {
   return `${name}${reason}${place}${after}${attempts}${text}`;
 }
 
-function results({ ending, first_token }) {
+function results(/** @type {Server.Ending} */ ending, /** @type {Server.FirstTokenTiming | null} */ first_token) {
   const tokens = ending.output_tokens === null ? "" : `: ${counted(ending.output_tokens, "output token")}`;
   const us = first_token?.ttft_us;
   if (us === null || us === undefined) return tokens;
@@ -50,9 +50,9 @@ function results({ ending, first_token }) {
 
 /**
  * Return facts about the submission as names and values.
- * row: the RequestRow; null if it is unknown
+ * row: null if it is unknown
  */
-export function submissionFacts(explanation, row) {
+export function submissionFacts(/** @type {Server.Explanation} */ explanation, /** @type {Server.RequestRow | null} */ row) {
   const { submitted, first_token } = explanation;
   if (!submitted) return [];
   const facts = [["Model", submitted.model]];
@@ -73,7 +73,7 @@ export function submissionFacts(explanation, row) {
   return facts;
 }
 
-function cachedText({ cached_tokens, predicted_tokens, transferred_bytes }) {
+function cachedText(/** @type {Server.FirstTokenTiming} */ { cached_tokens, predicted_tokens, transferred_bytes }) {
   if (transferred_bytes) return `${whole(cached_tokens)} prompt tokens not computed on the decode worker`;
   const expected = predicted_tokens === null ? "" : `; the router expected ${whole(predicted_tokens)}`;
   return `${counted(cached_tokens, "prompt token")} at the engine${expected}`;
@@ -81,7 +81,7 @@ function cachedText({ cached_tokens, predicted_tokens, transferred_bytes }) {
 
 const PLACES = { host: "host memory", disk: "disk", store: "the shared store" };
 
-function loadedText({ sources, loads_us, saved_us }) {
+function loadedText(/** @type {Server.FirstTokenTiming} */ { sources, loads_us, saved_us }) {
   const loads = Object.entries(loads_us).map(([tier, us]) => {
     const place = PLACES[tier];
     return `${counted(sources[tier] ?? 0, "token")} from ${place} in ${duration(us)}`;
@@ -97,7 +97,7 @@ export function valueText(value) {
 }
 
 /** Return sentences about how far the explanation can be trusted. */
-export function trustNotes({ divergence, derived_from, derived_to, timeline, unverified }) {
+export function trustNotes(/** @type {Server.Explanation} */ { divergence, derived_from, derived_to, timeline, unverified }) {
   const skipped = Object.entries(unverified).map(([name, count]) => `Not verified: ${count} ${name}.`);
   if (divergence) {
     const where = timeline.length ? "during this request" : "before this request";

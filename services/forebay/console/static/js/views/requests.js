@@ -29,9 +29,9 @@ export class View {
   #problem = h("p", { class: "problem", role: "alert", hidden: true });
   #top = h("div");
   #observer;
-  #rows = [];
+  /** @type {Server.RequestRow[]} */ #rows = [];
   #departed = new Set(); // rows on the page that no longer match the filters
-  #nextBefore = null;
+  /** @type {number | null} */ #nextBefore = null;
   #shown = ""; // filters and moment of the rows
   #isPaused = false;
   #isPointedAt = false;
@@ -40,7 +40,7 @@ export class View {
   #isLoading = false;
   #announcedMs = 0;
 
-  constructor(context) {
+  constructor(/** @type {Context} */ context) {
     this.#context = context;
     this.#filters = createFilters(context);
     const headings = COLUMNS.map((column) =>
@@ -72,7 +72,7 @@ export class View {
     );
   }
 
-  async refresh(signal) {
+  async refresh(/** @type {AbortSignal} */ signal) {
     const { atUs, route } = this.#context.moment;
     const wanted = JSON.stringify([atUs, FILTERS.map((name) => route.params[name] ?? "")]);
     this.#filters.update();
@@ -95,12 +95,14 @@ export class View {
     );
   }
 
+  /** @param {object} params @param {AbortSignal} [signal] */
   #read(params, signal) {
     const { atUs, route } = this.#context.moment;
     const filters = Object.fromEntries(FILTERS.map((name) => [name, route.params[name]]));
     return this.#context.api.get("v1/console/requests", { limit: PAGE, at_us: atUs, ...filters, ...params }, signal);
   }
 
+  /** @param {string} wanted @param {AbortSignal} [signal] */
   async #readNewest(wanted, signal) {
     const page = await this.#read({}, signal);
     this.#shown = wanted;
@@ -208,7 +210,7 @@ export class View {
   }
 }
 
-function summaryOf(rows, isLast) {
+function summaryOf(/** @type {Server.RequestRow[]} */ rows, isLast) {
   const span = `submitted from ${clock(rows[rows.length - 1].submitted_us)} to ${clock(rows[0].submitted_us)} UTC`;
   return `${counted(rows.length, "request")}, ${span}${isLast ? "; there are no older ones" : ""}`;
 }

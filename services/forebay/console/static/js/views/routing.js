@@ -15,7 +15,7 @@ const NAMES_SHOWN = 6; // excluded ranks per reason
 const SENT = { encode: "Encode sent to", prefill: "Prefill sent to", decode: "Decode sent to", aggregated: "Sent to" };
 const BLOCKS = new Intl.NumberFormat("en-US", { maximumFractionDigits: 2 });
 
-export function routingSection(routing, api) {
+export function routingSection(/** @type {Server.Routing} */ routing, /** @type {Context["api"]} */ api) {
   const measure = measureOf(routing);
   const order = orderOf(routing);
   const bars = h("div", { class: "cost-bars" });
@@ -38,10 +38,10 @@ export function routingSection(routing, api) {
  * Create the list of changes that would have changed a selection.
  * isTitled: whether the list names its decision, because the request has several
  */
-export function changeList({ changes, notes, candidates, winner, stage, attempt }, isTitled) {
+export function changeList(/** @type {Server.Routing} */ { changes, notes, candidates, winner, stage, attempt }, isTitled) {
   const { worker_id, rank } = candidates[winner].seen;
   const selected = `${worker_id}/${rank}`;
-  const item = (one) => {
+  const item = (/** @type {Server.SelectionChange} */ one) => {
     const isSame = one.selected === selected;
     return h(
       "li",
@@ -60,7 +60,7 @@ export function changeList({ changes, notes, candidates, winner, stage, attempt 
 }
 
 /** Create the list of ranks that were not candidates, grouped by reason; null if there are none. */
-export function excluded(ranks) {
+export function excluded(/** @type {Server.ExcludedRank[]} */ ranks) {
   if (!ranks.length) return null;
   const byText = new Map();
   for (const { seen, text } of ranks) byText.set(text, [...(byText.get(text) ?? []), `${seen.worker_id}/${seen.rank}`]);
@@ -71,7 +71,7 @@ export function excluded(ranks) {
   return h("div", { class: "excluded" }, h("h4", {}, "Excluded ranks"), h("ul", {}, items));
 }
 
-function titleOf(routing) {
+function titleOf(/** @type {Server.Routing} */ routing) {
   const name = selectedName(routing);
   if (!routing.attempt) return `Would be routed to ${name}`;
   const waited = routing.waited_us ? ` after ${duration(routing.waited_us)} in the queue` : "";
@@ -81,11 +81,11 @@ function titleOf(routing) {
 }
 
 /** count: number of candidates to show */
-function costBars(routing, order, measure, count, show) {
+function costBars(/** @type {Server.Routing} */ routing, /** @type {number[]} */ order, /** @type {Measure} */ measure, count, show) {
   const { candidates, winner, runner_up } = routing;
   const first = order.slice(0, count);
   const shown = first.includes(winner) ? first : [...first.slice(0, -1), winner];
-  const total = (one) => sum(measure.partsOf(one));
+  const total = (/** @type {Server.CandidateCost} */ one) => sum(measure.partsOf(one));
   const most = Math.max(...shown.map((at) => total(candidates[at]) + measure.creditOf(candidates[at])), 1e-9);
   const rows = shown.map((at) => {
     const one = candidates[at];
@@ -134,19 +134,20 @@ function costBars(routing, order, measure, count, show) {
   ];
 }
 
-function sum(parts) {
+function sum(/** @type {Part[]} */ parts) {
   return parts.reduce((total, part) => total + part.value, 0);
 }
 
-function nameOf({ candidates }, at) {
+function nameOf(/** @type {Server.Routing} */ { candidates }, at) {
   const { worker_id, rank } = candidates[at].seen;
   return candidates.some((one) => one.seen.rank) ? `${worker_id}/${rank}` : worker_id;
 }
 
 /** Create the table of all cost terms. Terms that are zero for all candidates are left out. */
-function termsTable(routing, order) {
+function termsTable(/** @type {Server.Routing} */ routing, /** @type {number[]} */ order) {
   const { candidates, winner, runner_up } = routing;
-  const has = (value) => candidates.some((one) => value(one));
+  const has = (/** @type {(one: Server.CandidateCost) => unknown} */ value) => candidates.some((one) => value(one));
+  /** @type {Array<[id: string, label: string, value: (one: Server.CandidateCost) => number, format?: typeof percent]>} */
   const columns = [
     ["cost", "Cost", (one) => one.cost],
     ["prefill", "Prefill", (one) => one.prefill_blocks],
@@ -185,7 +186,7 @@ function termsTable(routing, order) {
   return table.element;
 }
 
-function settings({ mode, config, overridden }) {
+function settings(/** @type {Server.Routing} */ { mode, config, overridden }) {
   const names = Object.keys(config);
   const overrides = overridden.length ? `, of which the request overrode ${overridden.join(", ")}` : "";
   return h(
@@ -197,10 +198,11 @@ function settings({ mode, config, overridden }) {
 }
 
 /**
- * Measure
- * - title: what the bars show
- * - partsOf: parts of a candidate's bar, which add up to its cost
- * - creditOf: blocks by which cached blocks reduced the cost
+ * @typedef {{ kind: keyof PART_NAMES, value: number }} Part
+ * @typedef {object} Measure
+ * @property {string} title what the bars show
+ * @property {(one: Server.CandidateCost) => Part[]} partsOf parts of a candidate's bar, which add up to its cost
+ * @property {(one: Server.CandidateCost) => number} creditOf blocks by which cached blocks reduced the cost
  */
 
 const PART_NAMES = {
@@ -215,8 +217,8 @@ const PART_NAMES = {
 const BY_REQUESTS = new Set(["least-loaded", "power-of-two"]);
 const BY_TURN = new Set(["round-robin", "random"]);
 
-/** Return the measure of a routing decision; null if the policy compares nothing. */
-function measureOf({ mode, config }) {
+/** @returns {Measure | null} the measure of a routing decision; null if the policy compares nothing */
+function measureOf(/** @type {Server.Routing} */ { mode, config }) {
   if (BY_TURN.has(mode)) return null;
   if (BY_REQUESTS.has(mode)) {
     return {
@@ -233,12 +235,13 @@ function measureOf({ mode, config }) {
 }
 
 /** config: settings of the policy */
-function partsOf(config, { prefill_blocks, overlap_credit, decode_blocks, active_requests, taint_factor, eviction_cost }) {
+function partsOf(config, /** @type {Server.CandidateCost} */ { prefill_blocks, overlap_credit, decode_blocks, active_requests, taint_factor, eviction_cost }) {
   const weight = (config.decode_active_request_weight ?? 0) * taint_factor;
   const isCreditedToDecode = creditsDecode(config);
   const scale = (config.prefill_load_scale ?? 1) * taint_factor;
   const prefill = scale * Math.max(prefill_blocks - overlap_credit, 0);
   const decode = (isCreditedToDecode ? Math.max(decode_blocks - overlap_credit, 0) : decode_blocks) * taint_factor;
+  /** @type {Part[]} */
   const parts = [
     { kind: "prefill", value: isCreditedToDecode ? 0 : prefill },
     { kind: "decode", value: decode },
@@ -248,7 +251,7 @@ function partsOf(config, { prefill_blocks, overlap_credit, decode_blocks, active
   return parts.filter((part) => part.value > 0);
 }
 
-function creditOf(config, { prefill_blocks, overlap_credit, decode_blocks, taint_factor }) {
+function creditOf(config, /** @type {Server.CandidateCost} */ { prefill_blocks, overlap_credit, decode_blocks, taint_factor }) {
   const isCreditedToDecode = creditsDecode(config);
   const most = isCreditedToDecode ? decode_blocks : prefill_blocks;
   const scale = isCreditedToDecode ? 1 : (config.prefill_load_scale ?? 1);
@@ -263,7 +266,7 @@ function creditsDecode(config) {
 /**
  * Return the candidates in the order of their costs, the cheapest first, and the selected one before others of its cost.
  */
-function orderOf({ candidates, winner }) {
+function orderOf(/** @type {Server.Routing} */ { candidates, winner }) {
   const place = (at) => (at === winner ? -1 : at);
   return candidates
     .map((_, at) => at)

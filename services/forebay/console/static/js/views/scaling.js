@@ -24,12 +24,12 @@ export class View {
   #more = h("button", { type: "button", class: "button", onclick: () => this.#showAll() }, "Show all decisions");
   #empty = h("div");
   #body;
-  #view = null;
+  /** @type {Server.ScalingView | null} */ #view = null;
   #limit = DECISIONS_SHOWN;
   #shown = "";
   #readMs = -Infinity;
 
-  constructor(context) {
+  constructor(/** @type {Context} */ context) {
     this.#context = context;
     this.#body = h(
       "div",
@@ -43,7 +43,7 @@ export class View {
     this.element = h("div", { class: "view scaling-view" }, this.#title, this.#about, this.#empty, this.#body);
   }
 
-  async refresh(signal) {
+  async refresh(/** @type {AbortSignal} */ signal) {
     const { api, moment } = this.#context;
     const wanted = String(moment.atUs);
     const isDue = moment.atUs === null && performance.now() - this.#readMs >= READ_EVERY_MS;
@@ -60,6 +60,7 @@ export class View {
   }
 
   #show() {
+    if (!this.#view) return;
     const { status, decisions, history } = this.#view;
     put(this.#body, "hidden", !status);
     replace(this.#empty, !status && noPlanner());
@@ -89,6 +90,7 @@ export class View {
   }
 }
 
+/** @type {WeakMap<Element, PoolCard>} */
 const cards = new WeakMap();
 
 /** A pool: its size, its demand, and charts of both. */
@@ -106,7 +108,7 @@ class PoolCard {
     series: [{ name: "observed", colour: 0 }, { name: "forecast", colour: 1, isDashed: true }],
   });
 
-  constructor({ group, pool, role }) {
+  constructor(/** @type {Server.ScaledPoolStatus} */ { group, pool, role }) {
     const name = h("h3", {}, pool, h("span", { class: "soft" }, ` ${role} pool of ${group}`));
     const size = h("div", { class: "pool-size" }, this.#size, this.#sizeText);
     this.element = h(
@@ -118,13 +120,13 @@ class PoolCard {
     cards.set(this.element, this);
   }
 
-  update(pool, points) {
+  update(/** @type {Server.ScaledPoolStatus} */ pool, /** @type {Server.PoolPoint[]} */ points) {
     setText(this.#size, pool.size === null ? "–" : counted(pool.size, "worker"));
     const manual = pool.manual_size === null ? "" : `; ${pool.manual_by} has set ${whole(pool.manual_size)}`;
     setText(this.#sizeText, `between ${whole(pool.min_size)} and ${whole(pool.max_size)}${manual}`);
     replace(this.#facts, factList(poolFacts(pool)));
     const { fromUs, intervalUs, at } = resampled(points);
-    const values = (field) => at.map((one) => (one < 0 ? null : points[one][field]));
+    const values = (/** @type {keyof Server.PoolPoint} */ field) => at.map((one) => (one < 0 ? null : points[one][field]));
     this.#sizes.update({ fromUs, intervalUs, values: [values("size"), values("ready")] });
     this.#load.update({ fromUs, intervalUs, values: [values("requests_per_s"), values("forecast_per_s")] });
   }
@@ -134,7 +136,7 @@ class PoolCard {
  * Return equal intervals over the time of points, each with the number of its newest point. A value lasts until the
  * next point.
  */
-function resampled(points) {
+function resampled(/** @type {Server.PoolPoint[]} */ points) {
   if (!points.length) return { fromUs: 0, intervalUs: 1, at: [] };
   const fromUs = points[0].at_us;
   const count = Math.min(POINTS, Math.max(2, 2 * points.length));
@@ -155,7 +157,7 @@ function noPlanner() {
   );
 }
 
-function titleOf(status) {
+function titleOf(/** @type {Server.PlannerStatus} */ status) {
   const pools = counted(status.pools.length, "pool");
   if (status.stopped_us !== null) return `The planner has stopped. It scaled ${pools}.`;
   if (status.paused) return `${status.paused_by} has paused the planner. It scales ${pools}.`;
@@ -163,7 +165,7 @@ function titleOf(status) {
   return `The planner is active. It scales ${pools}.`;
 }
 
-function factsOf(status) {
+function factsOf(/** @type {Server.PlannerStatus} */ status) {
   const method = status.method === "throughput" ? `${status.method}, equations ${status.equations}` : status.method;
   const facts = [
     ["Method", method],
@@ -179,7 +181,7 @@ function factsOf(status) {
   return facts;
 }
 
-function poolFacts(pool) {
+function poolFacts(/** @type {Server.ScaledPoolStatus} */ pool) {
   const facts = [];
   if (pool.ready !== null) {
     facts.push(["Now", `${whole(pool.ready)} ready${pool.draining ? `, ${whole(pool.draining)} draining` : ""}, ${whole(pool.queued)} queued`]);
@@ -196,13 +198,13 @@ function us(ms) {
   return ms === null ? null : ms * 1_000;
 }
 
-function demandText({ requests_per_s, isl, osl, kv_hit_rate }) {
+function demandText(/** @type {Server.ObservedDemand} */ { requests_per_s, isl, osl, kv_hit_rate }) {
   const lengths = isl === null ? "" : `, ${whole(isl)} prompt and ${whole(osl)} output tokens`;
   const cached = kv_hit_rate === null ? "" : `, ${percent(kv_hit_rate)} cached`;
   return `${number(requests_per_s)} requests/s${lengths}${cached}`;
 }
 
-function openItem({ pool, size, decision, since_us, overdue }) {
+function openItem(/** @type {Server.OpenAction} */ { pool, size, decision, since_us, overdue }) {
   const late = overdue ? h("span", { "data-tone": "bad" }, " ▲ overdue") : "";
   return h("li", {}, `${pool} shall have ${counted(size, "worker")} since ${dateTime(since_us)} UTC (decision ${decision})`, late);
 }
@@ -252,7 +254,7 @@ function decisionItem() {
   );
 }
 
-function updateDecision(item, decision, api) {
+function updateDecision(item, /** @type {Server.DecisionEntry} */ decision, api) {
   const [when, outcome, choices, record] = item.children;
   const [tone, name, text] = OUTCOMES[decision.outcome] ?? ["soft", decision.outcome, ""];
   const isDifferent = decision.verification === "different";
@@ -264,14 +266,14 @@ function updateDecision(item, decision, api) {
   reconcile(
     choices,
     [...decision.pools, ...replies],
-    (one) => (one.pool ? `${one.group}/${one.pool}` : `${one.actuator} ${one.at_us}`),
+    (one) => ("pool" in one ? `${one.group}/${one.pool}` : `${one.actuator} ${one.at_us}`),
     () => h("li"),
-    (element, one) => replace(element, one.pool ? choice(one) : `${one.actuator}: ${one.message}`),
+    (element, one) => replace(element, "pool" in one ? choice(one) : `${one.actuator}: ${one.message}`),
   );
   if (!record.firstChild) record.append(recordButton(api, "scaling", decision.offset));
 }
 
-function choice({ group, pool, from_size, to_size, proposed, reason, reached }) {
+function choice(/** @type {Server.PoolEntry} */ { group, pool, from_size, to_size, proposed, reason, reached }) {
   const isChanged = from_size !== to_size;
   const size = isChanged ? `${whole(from_size)} → ${whole(to_size)}` : `stays at ${whole(to_size)}`;
   const arrow = isChanged ? (to_size > from_size ? "▲ " : "▼ ") : "";

@@ -12,7 +12,7 @@ const LIVE_INTERVAL_MS = 2_000; // the state of two moments takes up to a second
 const MARKERS_MAX = 500;
 
 export class View {
-  #markers = [];
+  /** @type {Server.Marker[]} */ #markers = [];
   #context;
   #comparison;
   #kind = h("select", { onchange: () => this.#show() });
@@ -21,7 +21,7 @@ export class View {
   #table;
   #readMs = -LIVE_INTERVAL_MS;
 
-  constructor(context) {
+  constructor(/** @type {Context} */ context) {
     this.#context = context;
     this.#comparison = new Comparison(context);
     this.#table = new Table({
@@ -50,7 +50,7 @@ export class View {
     );
   }
 
-  async refresh(signal) {
+  async refresh(/** @type {AbortSignal} */ signal) {
     await Promise.all([this.#refreshMarkers(signal), this.#comparison.refresh(signal)]);
   }
 
@@ -78,7 +78,7 @@ export class View {
     this.#table.update(shown);
   }
 
-  #fillTime(cell, marker) {
+  #fillTime(cell, /** @type {Server.Marker} */ marker) {
     if (!cell.firstElementChild) cell.append(h("a", { class: "num" }));
     const link = cell.firstElementChild;
     const { moment, state } = this.#context;
@@ -90,12 +90,13 @@ export class View {
   }
 }
 
-function fillKind(cell, { kind }) {
+function fillKind(cell, /** @type {Server.Marker} */ { kind }) {
   if (cell.getAttribute("data-kind") === kind) return;
   put(cell, "data-kind", kind);
   cell.replaceChildren(h("span", { class: "state" }, shapeOf(kind), kindOf(kind).label));
 }
 
+/** @type {Array<[keyof Server.MomentSummary, string]>} */
 const TOTALS = [
   ["workers", "workers"],
   ["ready", "ready workers"],
@@ -119,7 +120,7 @@ class Comparison {
   #readMs = -LIVE_INTERVAL_MS;
   #shown = "";
 
-  constructor(context) {
+  constructor(/** @type {Context} */ context) {
     this.#context = context;
     this.#a = createInput("first moment");
     this.#b = createInput("the moment of the time slider");
@@ -134,7 +135,7 @@ class Comparison {
     });
     this.#changes = new Table({
       label: "Changes",
-      key: (change) => change.key,
+      key: (/** @type {Server.MomentChange & { key: number }} */ change) => change.key,
       columns: [
         { id: "kind", label: "kind", isText: true, text: (change) => change.kind, order: (change) => change.kind },
         { id: "subject", label: "change", isText: true, text: (change) => change.subject },
@@ -153,7 +154,7 @@ class Comparison {
     this.element = section("Compare two moments", form, this.#problem, this.#summary, this.#result);
   }
 
-  async refresh(signal) {
+  async refresh(/** @type {AbortSignal} */ signal) {
     const { api, moment, state } = this.#context;
     const a = timeOf(moment.route.params.a);
     const b = timeOf(moment.route.params.b);
@@ -179,7 +180,7 @@ class Comparison {
   }
 
   /** isFollowing: whether the second moment is the one of the time slider */
-  #showResult({ a: earlier, b: later, changes, omitted }, a, b, isFollowing) {
+  #showResult(/** @type {Server.MomentComparison} */ { a: earlier, b: later, changes, omitted }, a, b, isFollowing) {
     const [from, to] = a <= b ? [a, b] : [b, a];
     const format = date(from) === date(to) ? clock : dateTime;
     const count = changes.length ? counted(changes.length, "change") : "No changes";
@@ -188,7 +189,7 @@ class Comparison {
     const hint = isFollowing ? " Move the time slider to compare with another moment." : "";
     const span = `${duration(to - from)}, from ${format(from)} to ${format(to)} UTC`;
     setText(this.#summary, `${count} in ${span}.${further}${hint}`);
-    const owner = (one) => `${one.owner_id || "unknown"}, epoch ${whole(one.owner_epoch)}`;
+    const owner = (/** @type {Server.MomentSummary} */ one) => `${one.owner_id || "unknown"}, epoch ${whole(one.owner_epoch)}`;
     this.#totals.update([
       { label: "owner", before: owner(earlier), after: owner(later) },
       ...TOTALS.map(([name, label]) => ({ label, before: number(earlier[name]), after: number(later[name]) })),

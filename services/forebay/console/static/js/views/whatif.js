@@ -13,6 +13,7 @@ const SETTINGS_MAX = 16;
 const SEPARATOR = "; "; // between settings in the address
 
 /** The newest comparison. It continues while another view is shown. */
+/** @type {{ job: string, status: Server.Job | null } | null} */
 let newest = null;
 
 export class View {
@@ -30,7 +31,7 @@ export class View {
   #timer;
   #isDisposed = false;
 
-  constructor(context) {
+  constructor(/** @type {Context} */ context) {
     this.#context = context;
     const { params } = context.moment.route;
     const [fromUs, toUs] = this.#lastMinutes();
@@ -96,7 +97,7 @@ export class View {
     );
   }
 
-  /** Returns the five minutes before the chosen moment */
+  /** @returns {[number, number]} the five minutes before the chosen moment */
   #lastMinutes() {
     const { begin_us, end_us } = this.#context.state();
     const toUs = this.#context.moment.atUs ?? end_us;
@@ -153,7 +154,7 @@ export class View {
     // Times are shown in milliseconds, so the end of the log is cut off without this millisecond.
     const body = { from_us: fromUs <= begin_us ? null : fromUs, to_us: toUs + 1_000 > end_us ? null : toUs, policy, sets };
     try {
-      const { job } = await api.post("v1/console/what-if", body);
+      const /** @type {Server.Job} */ { job } = await api.post("v1/console/what-if", body);
       newest = { job, status: null };
       replace(this.#result);
       this.#follow(job);
@@ -163,12 +164,12 @@ export class View {
     }
   }
 
-  async #follow(job) {
+  async #follow(/** @type {string} */ job) {
     clearTimeout(this.#timer);
     try {
-      const isKnown = newest?.job === job && newest.status && newest.status.state !== "running";
-      const status = isKnown ? newest?.status : await this.#context.api.get(`v1/console/what-if/${job}`);
-      if (newest?.job === job) newest.status = status;
+      const known = newest?.job === job && newest.status?.state !== "running" ? newest.status : null;
+      const status = known ?? (await this.#context.api.get(`v1/console/what-if/${job}`));
+      if (newest?.job === job) newest = { job, status };
       if (this.#isDisposed) return;
       this.#showStatus(status);
       if (status.state === "running") this.#timer = setTimeout(() => this.#follow(job), POLL_MS);
@@ -178,7 +179,7 @@ export class View {
     }
   }
 
-  #showStatus({ state, done = 0, total = 0, report, error }) {
+  #showStatus(/** @type {Partial<Server.Job>} */ { state, done = 0, total = 0, report, error }) {
     const isRunning = state === "running";
     put(this.#progress, "hidden", !isRunning);
     put(this.#start, "disabled", isRunning);

@@ -10,7 +10,7 @@ import { Table } from "../table.js";
 const EXACT = new Intl.NumberFormat("en-US", { maximumFractionDigits: 4 });
 
 /** atUs: the chosen moment, which links keep */
-export function reportElement(report, atUs) {
+export function reportElement(/** @type {Server.DiffReport} */ report, atUs) {
   if (report.divergence) {
     const { offset, reason } = report.divergence;
     return h("p", { class: "problem" }, `History diverges at journal offset ${whole(offset)}: ${reason}`);
@@ -25,7 +25,7 @@ export function reportElement(report, atUs) {
     Object.entries(report.unverified).map(([name, count]) => h("p", {}, `Not verified: ${count} ${name}.`)),
     !report.identical && h("p", {}, overlapText(report.overlap)),
     figureTable(figuresOf(report)),
-    report.fork && forkCards(report, atUs),
+    report.fork && forkCards(report.fork, report.before_fork, atUs),
     charts(report),
     report.most.length > 0 && section("Moved requests with the largest change of overlap", movedTable(report.most, atUs)),
     report.ranks.length > 0 && section("Workers", rankTable(report.ranks)),
@@ -33,14 +33,14 @@ export function reportElement(report, atUs) {
   );
 }
 
-function titleOf({ identical, moved, history }) {
+function titleOf(/** @type {Server.DiffReport} */ { identical, moved, history }) {
   if (!history.decisions) return "There are no decisions in this span.";
   if (identical) return "All decisions are equal.";
   const share = moved.compared ? ` (${percent(moved.moved / moved.compared)})` : "";
   return `${whole(moved.moved)} of ${counted(moved.compared, "request")}${share} would have gone to another worker.`;
 }
 
-function overlapText({ won, lost, later_won }) {
+function overlapText(/** @type {Server.OverlapChange} */ { won, lost, later_won }) {
   const host = won.host || lost.host ? `, ${whole(won.host)} and ${whole(lost.host)} in host memory` : "";
   const disk = won.disk || lost.disk ? `, ${whole(won.disk)} and ${whole(lost.disk)} on disk` : "";
   const store = won.store || lost.store ? `, ${whole(won.store)} and ${whole(lost.store)} in shared stores` : "";
@@ -48,15 +48,17 @@ function overlapText({ won, lost, later_won }) {
   return `Overlap: ${whole(won.device)} blocks won and ${whole(lost.device)} lost on devices${host}${disk}${store}.${later}`;
 }
 
-function figuresOf({ history, other }) {
-  const figures = [];
+/** @typedef {{ name: string, history: any, alternative: any, format: (value: any) => string, better: number }} Figure */
+
+function figuresOf(/** @type {Server.DiffReport} */ { history, other }) {
+  /** @type {Figure[]} */ const figures = [];
   const add = (
     name,
-    value,
+    /** @type {(side: Server.WorldSummary) => number | null} */ value,
     better,
-    format = whole,
+    /** @type {(value: any) => string} */ format = whole,
   ) => figures.push({ name, history: value(history), alternative: value(other), format, better });
-  const either = (value) => value(history) || value(other);
+  const either = (/** @type {(side: Server.WorldSummary) => unknown} */ value) => value(history) || value(other);
   add("Attempts sent to workers", (side) => side.routed, 0);
   add("Prefix reuse, predicted", (side) => side.reuse, 1, percent);
   add("Prompt tokens to compute", (side) => side.prompt_tokens - side.cached_tokens, -1);
@@ -72,7 +74,7 @@ function figuresOf({ history, other }) {
     }
   }
   if (either((side) => side.still_held)) add("Still held at the end", (side) => side.still_held, -1);
-  for (const kind of ["rejected", "aborted"]) {
+  for (const kind of /** @type {Array<keyof Pick<Server.WorldSummary, "rejected" | "aborted">>} */ (["rejected", "aborted"])) {
     const reasons = [...new Set([...Object.keys(history[kind]), ...Object.keys(other[kind])])].sort();
     for (const reason of reasons) {
       add(`${kind[0].toUpperCase()}${kind.slice(1)}: ${reason.replaceAll("_", " ")}`, (side) => side[kind][reason] ?? 0, -1);
@@ -82,7 +84,7 @@ function figuresOf({ history, other }) {
   return figures;
 }
 
-function figureTable(figures) {
+function figureTable(/** @type {Figure[]} */ figures) {
   const rows = figures.map((figure) => {
     const [text, tone] = changeOf(figure);
     return h(
@@ -100,7 +102,7 @@ function figureTable(figures) {
   return h("div", { class: "scroll", role: "region", "aria-label": "Figures side by side", tabindex: 0 }, table);
 }
 
-function changeOf({ history, alternative, format, better }) {
+function changeOf(/** @type {Figure} */ { history, alternative, format, better }) {
   if (history === alternative || history === null || alternative === null) return ["", null];
   const sign = Math.sign(alternative - history);
   const change = Math.abs(alternative - history);
@@ -110,7 +112,7 @@ function changeOf({ history, alternative, format, better }) {
   return sign === better ? [`${text}, better`, "good"] : [`${text}, worse`, "bad"];
 }
 
-function forkCards({ fork, before_fork }, atUs) {
+function forkCards(/** @type {Server.Fork} */ fork, before_fork, atUs) {
   const there = fork.alternative.there;
   const before = percent(before_fork);
   const place = placeOf(fork.history);
@@ -133,11 +135,11 @@ function forkCards({ fork, before_fork }, atUs) {
 }
 
 /** Return the rank of an outcome, whose fields at their default are left out. */
-function placeOf({ worker_id, rank = 0 }) {
+function placeOf(/** @type {Server.DecisionOutcome} */ { worker_id, rank = 0 }) {
   return `${worker_id}/${rank}`;
 }
 
-function outcome(found) {
+function outcome(/** @type {Server.DecisionOutcome} */ found) {
   const words = {
     routed: [`Sent to ${placeOf(found)}`, found.terms ? termsText(found.terms) : ""],
     held: [`Held in queue class ${found.reason}`, ""],
@@ -149,7 +151,7 @@ function outcome(found) {
   return [h("p", { class: "outcome" }, title), text && h("p", { class: "soft" }, text)];
 }
 
-function termsText({ cost, prefill_blocks = 0, overlap_credit = 0, decode_blocks = 0, active_requests = 0, eviction_cost = 0, ...overlap }) {
+function termsText(/** @type {Server.CostTerms} */ { cost, prefill_blocks = 0, overlap_credit = 0, decode_blocks = 0, active_requests = 0, eviction_cost = 0, ...overlap }) {
   const { device_overlap = 0, host_overlap = 0, disk_overlap = 0, store_overlap = 0 } = overlap;
   const parts = [
     `prefill ${EXACT.format(prefill_blocks)}`,
@@ -163,24 +165,28 @@ function termsText({ cost, prefill_blocks = 0, overlap_credit = 0, decode_blocks
   return `cost ${EXACT.format(cost)}: ${parts.join(", ")}; ${device_overlap} cached blocks on the device${more}${store}`;
 }
 
-function charts({ series, interval_s, fork }) {
+function charts(/** @type {Server.DiffReport} */ { series, interval_s, fork }) {
   if (!fork || series.length < 2) return null;
   const sides = [{ name: "history", colour: 0 }, { name: "alternative", colour: 1, isDashed: true }];
   const fromUs = fork.at_us - fork.after_s * 1e6 + series[0].after_s * 1e6;
-  const chart = (title, field, format) => {
+  const chart = (title, format, /** @type {Array<(one: Server.Interval) => number | null>} */ ...valuesOf) => {
     const made = new LineChart({ title, series: sides, format });
-    const values = [field, `other_${field}`].map((name) => series.map((one) => one[name]));
-    made.update({ fromUs, intervalUs: interval_s * 1e6, values });
+    made.update({ fromUs, intervalUs: interval_s * 1e6, values: valuesOf.map((valueOf) => series.map(valueOf)) });
     return made.element;
   };
   return section(
     "Over time",
-    h("div", { class: "charts" }, chart("Prefix reuse, predicted", "reuse", percent), chart("Busiest worker over the mean", "max_over_mean", number)),
+    h(
+      "div",
+      { class: "charts" },
+      chart("Prefix reuse, predicted", percent, (one) => one.reuse, (one) => one.other_reuse),
+      chart("Busiest worker over the mean", number, (one) => one.max_over_mean, (one) => one.other_max_over_mean),
+    ),
   );
 }
 
-function movedTable(moved, atUs) {
-  const gain = (one) => one.other_overlap - one.overlap;
+function movedTable(/** @type {Server.MovedRequest[]} */ moved, atUs) {
+  const gain = (/** @type {Server.MovedRequest} */ one) => one.other_overlap - one.overlap;
   const table = new Table({
     label: "Moved requests with the largest change of overlap",
     key: (one) => one.request_id,
@@ -210,10 +216,10 @@ function movedTable(moved, atUs) {
   return table.element;
 }
 
-function rankTable(ranks) {
+function rankTable(/** @type {Server.RankComparison[]} */ ranks) {
   const table = new Table({
     label: "Attempts per worker",
-    key: (one) => `${one.worker_id}/${one.rank}`,
+    key: (/** @type {Server.RankComparison} */ one) => `${one.worker_id}/${one.rank}`,
     sortedBy: "worker",
     columns: [
       { id: "worker", label: "Worker", isText: true, text: (one) => `${one.worker_id}/${one.rank}`, order: (one) => `${one.worker_id}/${one.rank}` },
