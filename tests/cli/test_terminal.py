@@ -15,7 +15,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from forebay.cli.common.terminal import in_markup, printable
+from forebay.cli.common.tables import in_markup
+from forebay.cli.common.terminal import printable
 from forebay.cli.common.times import span_us, time_us
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.events.decisions import RequestRouted

@@ -9,7 +9,7 @@ from forebay.cli.command import ConfigCommand
 from forebay.cli.common.config_file import MODELS, OPTION, model_tables
 from forebay.cli.common.errors import fail
 from forebay.cli.common.sources import long_name, masked, place_of, source_of
-from forebay.cli.common.terminal import print_table
+from forebay.cli.common.tables import print_table
 
 
 def run_config(options: ConfigCommand) -> None:

@@ -13,7 +13,8 @@ import msgspec
 from forebay.cli.command import DeadLettersListCommand, DeadLettersRetryCommand
 from forebay.cli.common.errors import BROKEN, explained, fail
 from forebay.cli.common.recording import Source
-from forebay.cli.common.terminal import print_table, printable
+from forebay.cli.common.tables import print_table
+from forebay.cli.common.terminal import printable
 from forebay.cli.common.times import time_us
 from forebay.events.names import unknown_name
 from forebay.events.topics import DEAD_LETTERS, FIXED_TOPICS, topic_named

@@ -12,7 +12,7 @@ from rich.progress import Progress, TaskID
 from forebay.cli.command import IndexCommand
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording
-from forebay.cli.common.terminal import bar
+from forebay.cli.common.tables import bar
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.core.routing.policies import CustomPolicies
 from forebay.core.state.prefix_index import PrefixIndex

@@ -13,7 +13,8 @@ from forebay.cli.command import ModelAliasCommand, ModelListCommand, ModelRemove
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.operator_name import operator_name
 from forebay.cli.common.recording import kafka_log
-from forebay.cli.common.terminal import print_table, printable
+from forebay.cli.common.tables import print_table
+from forebay.cli.common.terminal import printable
 from forebay.events.models import TARGETS_MAX, WEIGHT_MAX, AliasSet, AliasTarget, ModelStored
 from forebay.events.names import unknown_name
 from forebay.processes.names import named

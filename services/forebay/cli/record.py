@@ -14,7 +14,8 @@ from xxhash import xxh3_64_hexdigest
 from forebay.cli.command import RecordCommand
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording
-from forebay.cli.common.terminal import counting_bar, own_stdout, printable
+from forebay.cli.common.tables import counting_bar
+from forebay.cli.common.terminal import own_stdout, printable
 from forebay.cli.common.times import span_us, time_us
 from forebay.cli.common.unverified import DIVERGED, complaint
 from forebay.cli.policies.allowed import allowed_policies

@@ -12,7 +12,8 @@ from rich.progress import Progress
 from forebay.cli.command import RestoreCommand
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import kafka_log
-from forebay.cli.common.terminal import counted, counting_bar, printable
+from forebay.cli.common.tables import counting_bar
+from forebay.cli.common.terminal import counted, printable
 from forebay.processes.notices import complain
 from forebay.replay.restore import RestoredGroup, restored_groups, write_group
 from forebay.transport.kafka.settings import KafkaSettings

@@ -13,8 +13,8 @@ from forebay.cli.command import StatusCommand
 from forebay.cli.common.credentials import API_KEY_VARIABLE, client_headers
 from forebay.cli.common.errors import OTHER_RULES, USAGE, explained, fail
 from forebay.cli.common.recording import Recording
-from forebay.cli.common.tables import span, titled_table
-from forebay.cli.common.terminal import own_stdout, printable, results
+from forebay.cli.common.tables import results, span, titled_table
+from forebay.cli.common.terminal import own_stdout, printable
 from forebay.cli.common.unverified import DIVERGED
 from forebay.cli.control.client import IngressClient
 from forebay.cli.policies.allowed import allowed_policies

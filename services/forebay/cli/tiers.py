@@ -19,7 +19,8 @@ from rich.table import Table
 
 from forebay.cli.command import TiersListCommand, TiersPurgeCommand, TiersVerifyCommand
 from forebay.cli.common.errors import BROKEN, explained, fail
-from forebay.cli.common.terminal import bar, counted, in_markup, printable, results
+from forebay.cli.common.tables import bar, in_markup, results
+from forebay.cli.common.terminal import counted, printable
 from forebay.cli.common.times import time_us
 from forebay.workers.kv_tiers.block_format import BAD_REASONS, BlockFormat, file_path, parse_file_name
 from forebay.workers.kv_tiers.block_store import (

@@ -10,7 +10,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from forebay.cli.command import TopicsCreateCommand, TopicsListCommand, TopicsTailCommand
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording, Source, kafka_log
-from forebay.cli.common.terminal import print_table
+from forebay.cli.common.tables import print_table
 from forebay.cli.shadow import SHADOW_GROUP
 from forebay.events.names import unknown_name
 from forebay.events.topics import DECISIONS

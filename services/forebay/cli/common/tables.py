@@ -1,20 +1,68 @@
-"""Tables on a terminal, and a console whose lines break only between words.
+"""Tables and progress bars on a terminal, and a console whose lines break only between words.
 
 A word may be an id that a user copies, so it may exceed the width.
 """
 
-from collections.abc import Iterable, Sequence, Set
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.markup import escape
 from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from forebay.cli.common.terminal import printable
 
+WIDTH = 120  # columns, if stdout is not a terminal
 ROWS_MAX = 64  # per table with a title; `--json` has all rows
 COLUMNS_MAX = 100_000  # columns for measuring; wider than any table
+
+
+def results(*, soft_wrap: bool = False) -> "WholeWordsConsole":
+    """Return a console for results on stdout. It breaks lines between words only, and no lines with `soft_wrap`."""
+    return WholeWordsConsole(width=None if sys.stdout.isatty() else WIDTH, highlight=False, soft_wrap=soft_wrap)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table without borders on stdout."""
+    results().print(plain_table(columns, rows))
+
+
+def bar(*columns: ProgressColumn) -> Progress:
+    """Return a progress bar on stderr that disappears at its end. It is disabled if stderr is not a terminal."""
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def counting_bar() -> Progress:
+    """Return a progress bar with a description, the counts of what is done and of all, and the remaining time."""
+    return bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+
+
+@contextmanager
+def shown_reading(description: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that shows on stderr how many records were read, and how many there are."""
+    with bar() as progress:
+        task = progress.add_task(description, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def table(title: str, columns: Sequence[str], *, left: int = 1, **of_columns: Any) -> Table:
+    """Return a table whose first `left` columns are aligned to the left."""
+    made = Table(title=in_markup(title), box=SIMPLE, padding=(0, 0, 0, 1))
+    for at, column in enumerate(columns):
+        made.add_column(in_markup(column), justify="left" if at < left else "right", **of_columns)
+    return made
+
+
+def in_markup(text: str) -> str:
+    """Escape untrusted text for use in rich markup."""
+    return escape(printable(text))
 
 
 def plain_table(

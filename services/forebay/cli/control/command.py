@@ -17,7 +17,7 @@ from forebay.cli.common.credentials import AdminTokenFileOption
 from forebay.cli.common.errors import fail
 from forebay.cli.common.operator_name import OperatorOption, operator_name
 from forebay.cli.common.options import Argument, JsonOption, Option
-from forebay.cli.common.terminal import in_markup, print_table, results
+from forebay.cli.common.tables import in_markup, print_table, results
 from forebay.cli.control.client import URL, IngressClient, ServedOption, UrlOption
 from forebay.events.control import Action, BusyThresholds, DisaggConfig
 from forebay.events.names import unknown_name

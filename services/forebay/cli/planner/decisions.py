@@ -12,7 +12,7 @@ import msgspec
 
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Source
-from forebay.cli.common.terminal import results, shown_reading
+from forebay.cli.common.tables import results, shown_reading
 from forebay.cli.common.times import time_us
 from forebay.cli.common.unverified import DIVERGED
 from forebay.cli.planner.command import LIMIT, PlannerStatusCommand

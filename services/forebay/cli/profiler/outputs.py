@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from forebay.cli.common.terminal import results, table
+from forebay.cli.common.tables import results, table
 from forebay.cli.profiler.profile_file import MeasuredProfile
 from forebay.cli.simulate.profile import write_profile
 from forebay.runtime.errors import ConfigError

@@ -14,7 +14,7 @@ from forebay.cli.common.credentials import client_headers
 from forebay.cli.common.errors import BROKEN, explained, fail
 from forebay.cli.common.extras import require_extra
 from forebay.cli.common.failures import advice, status_failure
-from forebay.cli.common.terminal import counting_bar
+from forebay.cli.common.tables import counting_bar
 from forebay.cli.profiler.command import CONCURRENCY_MAX, NUMBER, TOKENS_MAX, VALUES_MAX, ProfileRunCommand
 from forebay.cli.profiler.measure import (
     MeasurementFailed,

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording
-from forebay.cli.common.tables import ROWS_MAX, plain_table, span, titled_table
-from forebay.cli.common.terminal import counted, own_stdout, printable, results
+from forebay.cli.common.tables import ROWS_MAX, plain_table, results, span, titled_table
+from forebay.cli.common.terminal import counted, own_stdout, printable
 from forebay.cli.common.times import time_us
 from forebay.cli.common.unverified import DIVERGED, tell_unverified
 from forebay.cli.policies.allowed import allowed_policies

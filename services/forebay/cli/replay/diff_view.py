@@ -6,7 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
 
-from forebay.cli.common.terminal import in_markup, results
+from forebay.cli.common.tables import in_markup, results
 from forebay.events.decisions import CostTerms
 from forebay.replay.checks import UNVERIFIED
 from forebay.replay.diff.report import DecisionOutcome, DiffReport, WorldSummary

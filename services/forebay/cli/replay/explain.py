@@ -11,8 +11,8 @@ from rich.text import Text
 
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording
-from forebay.cli.common.tables import span
-from forebay.cli.common.terminal import own_stdout, printable, results, shown_reading
+from forebay.cli.common.tables import results, shown_reading, span
+from forebay.cli.common.terminal import own_stdout, printable
 from forebay.cli.common.unverified import DIVERGED, tell_unverified
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.replay.command import ExplainCommand

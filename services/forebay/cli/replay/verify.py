@@ -14,7 +14,8 @@ from rich.table import Table as Grid
 
 from forebay.cli.common.errors import OTHER_RULES, explained, fail
 from forebay.cli.common.recording import Recording
-from forebay.cli.common.terminal import bar, counted, in_markup, own_stdout, results
+from forebay.cli.common.tables import bar, in_markup, results
+from forebay.cli.common.terminal import counted, own_stdout
 from forebay.cli.common.unverified import DIVERGED, allowed_of, complaint, exit_code
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.replay.command import VerifyCommand

@@ -23,7 +23,8 @@ from rich.table import Table
 
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording
-from forebay.cli.common.terminal import in_markup, own_stdout, results
+from forebay.cli.common.tables import in_markup, results
+from forebay.cli.common.terminal import own_stdout
 from forebay.cli.common.unverified import DIVERGED, tell_unverified
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.replay.verify import shown_progress

@@ -17,7 +17,8 @@ from rich.table import Table
 
 from forebay.cli.common.errors import BROKEN, fail
 from forebay.cli.common.survey import print_survey, survey_lines
-from forebay.cli.common.terminal import in_markup, printable, results, table
+from forebay.cli.common.tables import in_markup, results, table
+from forebay.cli.common.terminal import printable
 from forebay.cli.planner.planner_file import PlannerFile
 from forebay.cli.simulate.command import SimulateCommand
 from forebay.cli.simulate.options import (

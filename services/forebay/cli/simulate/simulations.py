@@ -16,7 +16,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from forebay.cli.common.terminal import bar, own_stdout
+from forebay.cli.common.tables import bar
+from forebay.cli.common.terminal import own_stdout
 from forebay.cli.planner.planner_file import PlannerFile
 from forebay.cli.simulate.planned import planned_metrics, planning_of
 from forebay.events.control import RouterConfig

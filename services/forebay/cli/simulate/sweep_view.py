@@ -5,7 +5,8 @@ from typing import Any
 
 import click
 
-from forebay.cli.common.terminal import in_markup, printable, results, table
+from forebay.cli.common.tables import in_markup, results, table
+from forebay.cli.common.terminal import printable
 from forebay.simulate.pareto import costs
 
 TIMES = {"TTFT": ("ttft_ms", ".0f"), "ITL": ("itl_ms", ".1f")}

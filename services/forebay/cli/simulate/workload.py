@@ -13,7 +13,7 @@ from rich.table import Table
 
 from forebay.cli.common.errors import fail
 from forebay.cli.common.survey import print_survey
-from forebay.cli.common.terminal import bar, in_markup, results
+from forebay.cli.common.tables import bar, in_markup, results
 from forebay.cli.simulate.command import WorkloadConvertCommand, WorkloadShowCommand
 from forebay.cli.simulate.options import workload_options
 from forebay.simulate.reading import open_workload

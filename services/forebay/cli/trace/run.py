@@ -12,7 +12,7 @@ import uvloop
 from forebay.cli.common.credentials import client_headers
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.survey import print_survey
-from forebay.cli.common.terminal import counting_bar, results, table
+from forebay.cli.common.tables import counting_bar, results, table
 from forebay.cli.trace.client import NoSystem, TraceOutcome, play
 from forebay.cli.trace.command import URL, TraceCommand
 from forebay.processes.notices import complain

@@ -15,7 +15,8 @@ import msgspec
 from rich.progress import SpinnerColumn, TextColumn
 
 from forebay.cli.common.errors import BROKEN, fail
-from forebay.cli.common.terminal import bar, printable
+from forebay.cli.common.tables import bar
+from forebay.cli.common.terminal import printable
 from forebay.cli.simulate.report.charts import attainment, loads, over_time
 from forebay.cli.simulate.report.measures import Measured, limits, measured
 from forebay.cli.simulate.report.words import (
