@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from forebay.simulate.workload import WorkloadUnusable
+from forebay.runtime.errors import ConfigError
 from forebay.transport.base import LogError
 from infra.kafka.kafka import tail
 from tests.harness.cluster import Cluster, remove_topics
@@ -169,7 +169,7 @@ class Demo:
 
         try:
             result = asyncio.run(_until_ended(with_services()))
-        except (Missing, WorkloadUnusable) as error:
+        except (Missing, ConfigError) as error:
             shutil.rmtree(folder)
             self.report(f"cannot run: {error}")
             return 2

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from forebay.live.planner.actuator import ActuatorError
-from forebay.planner.actuators.kubernetes import KubernetesActuator, KubernetesUnusable, PodSet, RequestLimits, connect
+from forebay.planner.actuators.kubernetes import KubernetesActuator, PodSet, RequestLimits, connect
+from forebay.runtime.errors import ConfigError
 from tests.harness.local import free_ports
 from tests.harness.stub_servers import HANG, KubernetesStub, kubernetes_stub
 
@@ -130,10 +131,10 @@ async def test_an_unusable_kubeconfig_is_named(tmp_path: Path, content: str | No
     path = tmp_path / "kubeconfig"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(KubernetesUnusable, match=r"cannot connect to Kubernetes with .*kubeconfig: "):
+    with pytest.raises(ConfigError, match=r"cannot connect to Kubernetes with .*kubeconfig: "):
         connect(str(path))
 
 
 async def test_a_process_outside_of_a_pod_has_no_service_account() -> None:
-    with pytest.raises(KubernetesUnusable, match="service account"):
+    with pytest.raises(ConfigError, match="service account"):
         connect(None)

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.events.scaling import PoolDemand, PoolObserved, ScalingObserved
-from forebay.planner.predictors import PREDICTORS, PredictorUnusable, predictor
+from forebay.planner.predictors import PREDICTORS, predictor
 from forebay.planner.predictors.statistical import FITTED_MAX, GROWTH_MAX, WARM_UP, arima, kalman
+from forebay.runtime.errors import ConfigError
 from tests.core.scaling.scene import GROUP, POOL
 from tests.depth import examples
 
@@ -60,7 +61,7 @@ def test_a_pool_without_a_request_or_without_a_new_observation_has_no_forecast()
 
 
 def test_an_unknown_predictor_is_rejected() -> None:
-    with pytest.raises(PredictorUnusable, match="unknown predictor"):
+    with pytest.raises(ConfigError, match="unknown predictor"):
         predictor("constant-value")
 
 
@@ -143,5 +144,5 @@ def test_kalman_equals_the_equations_of_the_filter() -> None:
 def test_without_the_extra_the_error_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "forebay.planner.predictors.statistical")
     monkeypatch.setitem(sys.modules, "statsmodels.tsa.arima.model", None)
-    with pytest.raises(PredictorUnusable, match=r"forebay\[planner\]"):
+    with pytest.raises(ConfigError, match=r"forebay\[planner\]"):
         predictor(name)

@@ -15,7 +15,8 @@ import pytest
 
 from forebay.planner.actuators import processes, worker_directory
 from forebay.planner.actuators.os_processes import PROC, exit_code, recorded_identity, start_process
-from forebay.planner.actuators.worker_directory import DirectoryUnusable, SupervisedWorker, WorkerDirectory
+from forebay.planner.actuators.worker_directory import SupervisedWorker, WorkerDirectory
+from forebay.runtime.errors import ConfigError
 from tests.planner.stub_worker import CRASH_CODE
 from tests.planner.supervised import KEY, LONG_S, PATIENCE_S, POOL, QUICK, Supervised, until
 
@@ -304,7 +305,7 @@ async def test_long_output_is_rotated_while_the_worker_continues(
 
 async def test_one_supervisor_uses_a_state_directory(supervised: Supervised) -> None:
     async with supervised.supervisor():
-        with pytest.raises(DirectoryUnusable, match="another supervisor uses"):
+        with pytest.raises(ConfigError, match="another supervisor uses"):
             async with supervised.supervisor():
                 pass
     async with supervised.supervisor():
@@ -323,7 +324,7 @@ async def test_a_starting_worker_keeps_the_lock_until_its_identity_is_recorded(t
         environment={"PATH": "/bin:/usr/bin"},
     )
     directory.close()  # as the end of the supervisor does
-    with pytest.raises(DirectoryUnusable):
+    with pytest.raises(ConfigError):
         await WorkerDirectory.open(tmp_path / "state", locked_s=0.0)
     written = tmp_path / "copy"
     written.write_text((tmp_path / "w.process.new").read_text())
@@ -337,14 +338,14 @@ async def test_an_unusable_state_directory_is_named(supervised: Supervised) -> N
     (supervised.state / "g").mkdir()
     broken = supervised.state / "g" / "default-0.json"
     broken.write_bytes(msgspec.json.encode({"group": "g", "pool": "default"}))
-    with pytest.raises(DirectoryUnusable, match=r"default-0\.json is not the record of a worker"):
+    with pytest.raises(ConfigError, match=r"default-0\.json is not the record of a worker"):
         async with supervised.supervisor():
             pass
     broken.unlink()
     async with supervised.supervisor() as actuator:
         await actuator.scale({KEY: 1})
         await supervised.started("default-0")
-    with pytest.raises(DirectoryUnusable, match=r"default-0 \(pid \d+\) of an earlier run belongs to the pool"):
+    with pytest.raises(ConfigError, match=r"default-0 \(pid \d+\) of an earlier run belongs to the pool"):
         async with supervised.supervisor(supervised.pool(pool="other")):
             pass
     supervised.kill_all()
@@ -353,5 +354,5 @@ async def test_an_unusable_state_directory_is_named(supervised: Supervised) -> N
         assert (await actuator.scale({(KEY[0], "other"): 1})).sizes == {(KEY[0], "other"): 1}
         await supervised.started("default-0", "other-0")
     (supervised.folder.parent / "file").touch()
-    with pytest.raises(DirectoryUnusable, match="cannot be written"):
+    with pytest.raises(ConfigError, match="cannot be written"):
         await WorkerDirectory.open(supervised.folder.parent / "file")

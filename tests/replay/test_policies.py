@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from forebay.replay.policies import ERROR_CHARS_MAX, PolicyUnusable, load_policies
+from forebay.replay.policies import ERROR_CHARS_MAX, load_policies
+from forebay.runtime.errors import ConfigError
 
 SOURCE = """
 class Last:
@@ -46,7 +47,7 @@ def test_only_custom_policies_are_imported(mine: str) -> None:
     ],
 )
 def test_an_unusable_policy_is_named(mine: str, path: str, problem: str) -> None:
-    with pytest.raises(PolicyUnusable) as unusable:
+    with pytest.raises(ConfigError) as unusable:
         load_policies([path.format(mine)])
     assert problem in str(unusable.value)
     assert len(str(unusable.value)) <= ERROR_CHARS_MAX

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from forebay.events.control import DisaggConfig, RouterConfig
-from forebay.simulate.fleet_file import FleetUnusable, load_fleet
+from forebay.runtime.errors import ConfigError
+from forebay.simulate.fleet_file import load_fleet
 from forebay.simulate.outcome import SimulationOutcome, summary
 from forebay.simulate.settings import (
     DELAYS,
@@ -231,16 +232,16 @@ POOL = "[[pools]]\nworkers = [{count = 3}]\n"
     ],
 )
 def test_errors_name_file_and_key(tmp_path: Path, text: str, reason: str) -> None:
-    with pytest.raises(FleetUnusable) as caught:
+    with pytest.raises(ConfigError) as caught:
         load(tmp_path, text)
     assert str(caught.value).startswith(f"{tmp_path / 'fleet.toml'}: {reason}")
 
 
 def test_error_names_an_unreadable_file(tmp_path: Path) -> None:
-    with pytest.raises(FleetUnusable, match=r"none\.toml: No such file"):
+    with pytest.raises(ConfigError, match=r"none\.toml: No such file"):
         load_fleet(tmp_path / "none.toml")
     (tmp_path / "x.toml").write_bytes(b"\xff")
-    with pytest.raises(FleetUnusable, match=r"x\.toml: is not UTF-8 text"):
+    with pytest.raises(ConfigError, match=r"x\.toml: is not UTF-8 text"):
         load_fleet(tmp_path / "x.toml")
 
 

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.capacity import DOUBLINGS_MAX, TOLERANCE, Capacity, SpeedTrial, search
 from forebay.simulate.outcome import RequestOutcome, RequestOutcomes, SimulationOutcome
 from forebay.simulate.pareto import costs, optimal
-from forebay.simulate.slo import Slo, SloUnusable, goodput, parse_slo, requests_per_s
+from forebay.simulate.slo import Slo, goodput, parse_slo, requests_per_s
 
 
 def served(ttft_ms: float, itl_ms: float, output_tokens: int = 11, arrived_us: int = 0) -> RequestOutcome:
@@ -68,7 +69,7 @@ def test_slo_levels_round_trip() -> None:
     ],
 )
 def test_invalid_slo_is_rejected(text: str, reason: str) -> None:
-    with pytest.raises(SloUnusable, match=reason):
+    with pytest.raises(ConfigError, match=reason):
         parse_slo(text)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from forebay.engine_model.timing import LinearTiming, MockerTiming, RooflineTiming, StepWork
 from forebay.events.scaling import DecodePoint, PrefillPoint
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.profiles.fitting import (
     COSTS,
     REQUESTS_MIN,
@@ -22,7 +23,7 @@ from forebay.simulate.profiles.fitting import (
 )
 from forebay.simulate.profiles.measured import fit_measured
 from forebay.simulate.profiles.profile import EngineSizes, Profile, load_profile, write_linear
-from forebay.simulate.profiles.sheets import ProfileUnusable, Transformer, gpu_sheet, read_transformer
+from forebay.simulate.profiles.sheets import Transformer, gpu_sheet, read_transformer
 from tests.simulate.engine_runs import TRUTH, WORK_US, Jittered, ModelledRun, engine_run, spec, with_observed_times
 
 # As published for Llama-3.1-8B and Mixtral-8x7B.
@@ -128,7 +129,7 @@ def test_a_linear_profile_round_trips(tmp_path: Path) -> None:
 )
 def test_error_of_an_invalid_profile_names_the_key_and_the_reason(tmp_path: Path, text: str, reason: str) -> None:
     path = profile_file(tmp_path, text)
-    with pytest.raises(ProfileUnusable) as refused:
+    with pytest.raises(ConfigError) as refused:
         load_profile(path)
     assert reason in str(refused.value)
     assert str(refused.value).startswith(path)
@@ -149,7 +150,7 @@ def test_any_file_is_a_profile_or_rejected(
         path = profile_file(tmp_path_factory.getbasetemp(), text)
         try:
             profile = load_profile(path)
-        except ProfileUnusable as error:
+        except ConfigError as error:
             assert str(error).startswith(path)
         else:
             work = {"prefill_tokens": 1, "prefill_attended": 1, "decode_sequences": 1, "decode_tokens": 64}
@@ -162,12 +163,12 @@ def test_any_file_is_a_profile_or_rejected(
 )
 def test_a_missing_profile_is_rejected(name: str, more: str) -> None:
     reason = f"unknown engine profile '{name}'; use 'mocker' or the path of a profile file{more}$"
-    with pytest.raises(ProfileUnusable, match=reason):
+    with pytest.raises(ConfigError, match=reason):
         load_profile(name)
 
 
 def test_a_large_file_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ProfileUnusable, match="larger than 1048576 bytes"):
+    with pytest.raises(ConfigError, match="larger than 1048576 bytes"):
         load_profile(profile_file(tmp_path, "#" * (1 << 21)))
 
 
@@ -214,7 +215,7 @@ def test_every_layer_includes_shared_experts_and_a_router(tmp_path: Path) -> Non
     ],
 )
 def test_an_incomplete_model_description_is_rejected(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ProfileUnusable) as refused:
+    with pytest.raises(ConfigError) as refused:
         described(tmp_path, {**LLAMA_8B, **changes})
     assert reason in str(refused.value)
     assert str(refused.value).startswith(str(tmp_path / "config.json"))
@@ -228,7 +229,7 @@ def test_a_malformed_model_description_is_rejected(tmp_path: Path) -> None:
         ('{"\xff":1}', "utf-8"),
     ):
         path.write_bytes(text.encode("latin1"))
-        with pytest.raises(ProfileUnusable, match=reason):
+        with pytest.raises(ConfigError, match=reason):
             read_transformer(path)
 
 
@@ -294,7 +295,7 @@ def test_mixture_reads_selected_experts_and_computes_active_ones(tmp_path: Path)
 
 
 def test_a_model_that_exceeds_gpu_memory_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ProfileUnusable, match=r"the weights take 87.0 GiB on each of 1 GPUs, but 69.1 GiB"):
+    with pytest.raises(ConfigError, match=r"the weights take 87.0 GiB on each of 1 GPUs, but 69.1 GiB"):
         roofline_of(tmp_path, config=MIXTRAL)
 
 
@@ -355,9 +356,9 @@ def test_an_outlier_hardly_changes_the_costs() -> None:
 
 
 def test_too_few_points_are_rejected() -> None:
-    with pytest.raises(ProfileUnusable, match="3 points of each stage, got 2 of prefill"):
+    with pytest.raises(ConfigError, match="3 points of each stage, got 2 of prefill"):
         fit_measured(PREFILL[:2], DECODE, BATCHED_TOKENS)
-    with pytest.raises(ProfileUnusable, match="3 points of each stage, got 0 of decode"):
+    with pytest.raises(ConfigError, match="3 points of each stage, got 0 of decode"):
         fit_measured(PREFILL, [], BATCHED_TOKENS)
 
 

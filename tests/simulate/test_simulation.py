@@ -14,22 +14,14 @@ from hypothesis import strategies as st
 from forebay.engine_model.model import EngineLoad, EngineModel
 from forebay.engine_model.timing import decode_us, prefill_us
 from forebay.events.control import QueueClass, QueueConfig, RouterConfig
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.delays import Draws, Hop, exponential
 from forebay.simulate.outcome import FAILURES_SHOWN, RequestOutcome, SimulationOutcome, UtilizationTimeline, summary
 from forebay.simulate.rank import LOAD_INTERVAL_US, EngineRank
-from forebay.simulate.settings import (
-    DELAYS,
-    Delay,
-    Delays,
-    PolicySpecUnusable,
-    Settings,
-    engine_config,
-    one_pool,
-    policy,
-)
+from forebay.simulate.settings import DELAYS, Delay, Delays, Settings, engine_config, one_pool, policy
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.timeline import BINS_MAX, FIRST_BIN_US, Recorder
-from forebay.simulate.workload import Survey, Turn, WorkloadUnusable
+from forebay.simulate.workload import Survey, Turn
 from forebay.simulate.workloads.rows import MooncakeRow
 from tests.core.worlds import spec
 from tests.simulate.scene import CUSTOM, conversations, fleet, played, routed, run, served, turn
@@ -171,7 +163,7 @@ def test_a_request_is_rejected_when_every_worker_is_busy() -> None:
     ],
 )
 def test_error_names_an_unknown_policy(name: str, reason: str) -> None:
-    with pytest.raises(PolicySpecUnusable, match=reason):
+    with pytest.raises(ConfigError, match=reason):
         policy(name)
 
 
@@ -230,7 +222,7 @@ def test_engine_steps_end_before_dependent_arrivals() -> None:
 
 
 def test_error_names_turn_with_missing_dependency() -> None:
-    with pytest.raises(WorkloadUnusable, match="request 1 depends on request 7, which does not come before it"):
+    with pytest.raises(ConfigError, match="request 1 depends on request 7, which does not come before it"):
         by_number(fleet(), turn(0), turn(1, after=(7,)))
 
 

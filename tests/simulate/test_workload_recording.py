@@ -12,8 +12,9 @@ from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RoutingHints
 from forebay.replay.observed import observe_history
 from forebay.replay.record.slice import Window
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.reading import open_workload
-from forebay.simulate.workload import Turn, Workload, WorkloadOptions, WorkloadUnusable, sequence_hashes
+from forebay.simulate.workload import Turn, Workload, WorkloadOptions, sequence_hashes
 from tests.core.worlds import BLOCK, PROMPTS, request
 from tests.harness.agent_traces import main
 from tests.harness.agent_traces import turns as agent_turns
@@ -118,14 +119,14 @@ def test_requests_match_the_observed_history(tmp_path: Path) -> None:
 
 def test_unusable_recordings_are_rejected(tmp_path: Path) -> None:
     nobody = fleet("a")
-    with pytest.raises(WorkloadUnusable, match="contains no request to play"):
+    with pytest.raises(ConfigError, match="contains no request to play"):
         workload(nobody, tmp_path / "nobody.db").survey()
     unfinished = fleet("a")
     submit(unfinished, "r", PROMPTS[0], None)
-    with pytest.raises(WorkloadUnusable, match="no request finished, so no response length is known"):
+    with pytest.raises(ConfigError, match="no request finished, so no response length is known"):
         workload(unfinished, tmp_path / "unfinished.db").survey()
     (tmp_path / "broken.db").write_bytes(b"SQLite format 3\0" + bytes(100))
-    with pytest.raises(WorkloadUnusable, match="is not a forebay log"):
+    with pytest.raises(ConfigError, match="is not a forebay log"):
         open_workload(str(tmp_path / "broken.db"), WorkloadOptions())
 
 

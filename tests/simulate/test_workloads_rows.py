@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from forebay.core.block_hashes import sequence_hashes as hashes_of_tokens
 from forebay.events.base import pack_u32, unpack_u64
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.reading import FORMATS, detect_format, open_workload
-from forebay.simulate.workload import Turn, WorkloadOptions, WorkloadUnusable, sequence_hashes
+from forebay.simulate.workload import Turn, WorkloadOptions, sequence_hashes
 from forebay.simulate.workloads import prepare as played
 from forebay.simulate.workloads.prompts import prompt
 from forebay.simulate.workloads.rows import FORMAT, LinkedRow, WorkloadHeader, encode_workload
@@ -123,9 +124,9 @@ def test_error_names_the_line_and_reason_of_an_invalid_row(
     path = write(tmp_path / "trace.jsonl", [*header, GOOD, "", line, {**GOOD, "timestamp": 6, "hash_ids": [7, 8]}])
     workload = open_workload(path, WorkloadOptions())
     place = rf"trace.jsonl, line {len(header) + 3}: .*{reason}"
-    with pytest.raises(WorkloadUnusable, match=place):
+    with pytest.raises(ConfigError, match=place):
         workload.survey()
-    with pytest.raises(WorkloadUnusable, match=place):
+    with pytest.raises(ConfigError, match=place):
         list(workload.turns())
     skipping = open_workload(path, WorkloadOptions(skip_bad_rows=True))
     survey = skipping.survey()
@@ -146,34 +147,34 @@ def test_first_reasons_are_listed_and_all_bad_rows_counted(tmp_path: Path) -> No
 def test_empty_workload_is_rejected(tmp_path: Path) -> None:
     for text in ("", "\n", "\n\n"):
         (tmp_path / "empty").write_text(text)
-        with pytest.raises(WorkloadUnusable, match="contains no request to play"):
+        with pytest.raises(ConfigError, match="contains no request to play"):
             turns(str(tmp_path / "empty"))
     path = write(tmp_path / "bad", ["{", "}"])
     with pytest.raises(
-        WorkloadUnusable, match=r"contains no request to play; 2 rows were skipped, the first one: .* line 1"
+        ConfigError, match=r"contains no request to play; 2 rows were skipped, the first one: .* line 1"
     ):
         turns(f"mooncake:{path}", skip_bad_rows=True)
-    with pytest.raises(WorkloadUnusable, match="contains no request to play"):
+    with pytest.raises(ConfigError, match="contains no request to play"):
         turns(write(tmp_path / "late", [GOOD]), duration_s=0.001)
 
 
 def test_unreadable_files_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadUnusable, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         turns(str(tmp_path / "none.jsonl"))
     (tmp_path / "binary").write_bytes(b"\x89PNG\0\0\0\n" * 10)
-    with pytest.raises(WorkloadUnusable, match="is not UTF-8 text"):
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
         turns(str(tmp_path / "binary"))
     (tmp_path / "wide").write_text(json.dumps(GOOD), encoding="utf-16")
-    with pytest.raises(WorkloadUnusable, match="is not UTF-8 text"):
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
         turns(str(tmp_path / "wide"))
     (tmp_path / "folder").mkdir()
-    with pytest.raises(WorkloadUnusable, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         turns(str(tmp_path / "folder"))
-    with pytest.raises(WorkloadUnusable, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         turns(f"mooncake:{tmp_path / 'none'}")
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", "mooncake:pipe"):
-        with pytest.raises(WorkloadUnusable, match="pipe: is a pipe or a device, which cannot be read twice"):
+        with pytest.raises(ConfigError, match="pipe: is a pipe or a device, which cannot be read twice"):
             turns(name.replace("pipe", str(tmp_path / "pipe")))
 
 
@@ -229,7 +230,7 @@ def test_error_names_a_row_without_its_dependency(
 ) -> None:
     bare = {name: value for name, value in GOOD.items() if name != "timestamp"}
     path = write(tmp_path / "t", [HEADER, {**GOOD, "id": "first"}, *({**bare, **row} for row in rows)])
-    with pytest.raises(WorkloadUnusable, match=rf"line {line}: .*{reason}"):
+    with pytest.raises(ConfigError, match=rf"line {line}: .*{reason}"):
         turns(path)
     survey = open_workload(path, WorkloadOptions(skip_bad_rows=True)).survey()
     assert (survey.requests, survey.skipped) == (len(rows), 1)
@@ -259,7 +260,7 @@ def test_dependents_of_skipped_rows_are_skipped(tmp_path: Path) -> None:
     ],
 )
 def test_an_unknown_header_is_rejected(tmp_path: Path, header: dict[str, Any], reason: str) -> None:
-    with pytest.raises(WorkloadUnusable, match=rf"line 1: .*{reason}"):
+    with pytest.raises(ConfigError, match=rf"line 1: .*{reason}"):
         turns(write(tmp_path / "t", [header, GOOD]))
 
 
@@ -298,7 +299,7 @@ def test_any_file_is_played_or_rejected(
     try:
         workload = open_workload(str(path), WorkloadOptions(skip_bad_rows=skip))
         survey = workload.survey()
-    except WorkloadUnusable:
+    except ConfigError:
         return
     found = list(workload.turns())
     assert len(found) == survey.requests > 0
@@ -406,7 +407,7 @@ def test_error_names_an_invalid_azure_row(tmp_path: Path, line: str, reason: str
     lines = AZURE.splitlines()
     lines.insert(3, line)
     path.write_text("\n".join(lines))
-    with pytest.raises(WorkloadUnusable, match=rf"azure.csv, line 4: .*{reason}"):
+    with pytest.raises(ConfigError, match=rf"azure.csv, line 4: .*{reason}"):
         open_workload(str(path), WorkloadOptions()).survey()
     survey = open_workload(str(path), WorkloadOptions(skip_bad_rows=True)).survey()
     assert (survey.requests, survey.skipped) == (4, 1)
@@ -424,7 +425,7 @@ def test_columns_of_other_tables_are_named(tmp_path: Path) -> None:
         first, second = workload.turns()
         assert (first.at_us, first.prompt_tokens, first.output_tokens) == (0, 2, 3)
         assert (second.at_us, second.session_id, second.model) == (250_000, "b", "n")
-    with pytest.raises(WorkloadUnusable, match=r"x.csv: unknown format; name the columns of a table with --columns"):
+    with pytest.raises(ConfigError, match=r"x.csv: unknown format; name the columns of a table with --columns"):
         open_workload(str(tmp_path / "x.csv"), WorkloadOptions())
     burst = (
         "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,472,18,490,Conversation log\n"
@@ -446,7 +447,7 @@ def test_columns_of_other_tables_are_named(tmp_path: Path) -> None:
 )
 def test_invalid_columns_are_named(tmp_path: Path, columns: str, reason: str) -> None:
     (tmp_path / "x.csv").write_text("start,in,out\n")
-    with pytest.raises(WorkloadUnusable, match=reason):
+    with pytest.raises(ConfigError, match=reason):
         open_workload(str(tmp_path / "x.csv"), WorkloadOptions(columns=columns)).survey()
 
 
@@ -471,7 +472,7 @@ def test_any_table_is_played_or_rejected(
     try:
         workload = open_workload(str(path), WorkloadOptions(skip_bad_rows=skip))
         requests = workload.survey().requests
-    except WorkloadUnusable:
+    except ConfigError:
         return
     assert len(list(workload.turns())) == requests > 0
 
@@ -512,17 +513,17 @@ def test_format_is_detected_from_the_content(tmp_path: Path, name: str, text: st
 @pytest.mark.parametrize("text", ['{"layers": 32}', '{\n  "layers": 32\n}\n', "[1]", "layers = 32", "{"])
 def test_error_for_an_unknown_format_lists_the_formats(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(WorkloadUnusable, match=r"config.json: unknown format; .* \(formats: forebay, .*recording"):
+    with pytest.raises(ConfigError, match=r"config.json: unknown format; .* \(formats: forebay, .*recording"):
         open_workload(str(tmp_path / "config.json"), WorkloadOptions())
 
 
 def test_an_explicit_format_is_used(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(ROW_TEXT)
     assert open_workload(f"mooncake:{tmp_path / 'a.csv'}", WorkloadOptions()).survey().requests == 1
-    with pytest.raises(WorkloadUnusable, match="TIMESTAMP is missing"):
+    with pytest.raises(ConfigError, match="TIMESTAMP is missing"):
         open_workload(f"azure:{tmp_path / 'a.csv'}", WorkloadOptions()).survey()
     for name in ("nonsense:there", "azure:\0"):
-        with pytest.raises(WorkloadUnusable, match="cannot be read"):
+        with pytest.raises(ConfigError, match="cannot be read"):
             open_workload(name, WorkloadOptions()).survey()
 
 
@@ -544,5 +545,5 @@ def test_ids_are_checked_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.M
         return open_workload(str(path), WorkloadOptions()).survey().requests
 
     assert survey(rows[:6]) == 6, "the third and fourth rows exceeded the bounded id memory"
-    with pytest.raises(WorkloadUnusable, match="line 7: hash id 6 comes after 7"):
+    with pytest.raises(ConfigError, match="line 7: hash id 6 comes after 7"):
         survey(rows)

@@ -10,8 +10,9 @@ from itertools import islice, pairwise
 import msgspec
 import pytest
 
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.reading import open_workload
-from forebay.simulate.workload import Turn, WorkloadOptions, WorkloadUnusable
+from forebay.simulate.workload import Turn, WorkloadOptions
 from forebay.simulate.workloads.draws import Lengths, bursty, diurnal, exp, exponential, normal, poisson, wave
 from forebay.simulate.workloads.source import RowErrors
 from forebay.simulate.workloads.statistics import workload_statistics
@@ -167,7 +168,7 @@ def test_ended_sessions_use_no_memory() -> None:
     ],
 )
 def test_invalid_settings_are_rejected(settings: str, reason: str) -> None:
-    with pytest.raises(WorkloadUnusable, match=f"synthetic:.*{reason}"):
+    with pytest.raises(ConfigError, match=f"synthetic:.*{reason}"):
         turns(f"synthetic:{settings}")
 
 

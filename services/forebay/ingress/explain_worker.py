@@ -13,8 +13,9 @@ from forebay.ingress.child_process import ChildConnection, ChildResponse
 from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.explain.find import UnknownRequest
-from forebay.replay.policies import PolicyUnusable, load_policies, require_allowed
+from forebay.replay.policies import load_policies, require_allowed
 from forebay.replay.status import GroupStatus, read_status
+from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Log, LogError, NotDerivable, PolicyNotAllowed
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
@@ -67,7 +68,7 @@ async def _respond(source: LogSource, request: AnyRequest) -> ChildResponse:
                 found = await explain(log, request.partition, request.request_id, thorough=False, custom=custom)
     except UnknownRequest as unknown:
         return ChildResponse(status=404, code="request_not_found", message=str(unknown))
-    except (PolicyNotAllowed, PolicyUnusable) as unusable:
+    except (PolicyNotAllowed, ConfigError) as unusable:
         return ChildResponse(
             status=501, code="policy_not_here", message=f"{unusable}; restart the ingress with the option"
         )

@@ -56,7 +56,7 @@ class PoolEngine:
 def pool_engine(profile: Profile, kv_tokens: int) -> PoolEngine:
     """Return the engine with this profile. For 0 `kv_tokens` per worker, the profile's value is used.
 
-    Raises ValueError if the sizes of the engine contradict each other.
+    Raises ConfigError if the sizes of the engine contradict each other.
     """
     block_size = profile.sizes.block_size or engine_config().block_size
     kv_blocks = max(1, kv_tokens // block_size) if kv_tokens else None

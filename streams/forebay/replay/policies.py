@@ -5,6 +5,7 @@ from importlib import import_module
 
 from forebay.core.routing.policies import BUILT_IN, CustomPolicies, Policy
 from forebay.journal.groups import policies_run, pools_of
+from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Log, PolicyNotAllowed
 
 ERROR_CHARS_MAX = 500  # of an import error's text, which is not under forebay's control
@@ -23,29 +24,25 @@ async def require_allowed(log: Log, partition: int, custom: CustomPolicies) -> N
         )
 
 
-class PolicyUnusable(Exception):
-    """A policy class cannot be imported, or has no method `decide`; the text names the policy and the problem."""
-
-
 def load_policy(path: str) -> type[Policy]:
     """Import a policy class. Its dotted path `package.module.Class` must come from the user, never from a log.
 
-    Raises PolicyUnusable if the class cannot be imported, or has no method `decide`.
+    Raises ConfigError if the class cannot be imported, or has no method `decide`.
     """
     module_name, _, class_name = path.rpartition(".")
     if not module_name:
         names = ", ".join(BUILT_IN)
-        raise PolicyUnusable(f"{path} is neither a router mode ({names}) nor the dotted path of a class")
+        raise ConfigError(f"{path} is neither a router mode ({names}) nor the dotted path of a class")
     try:
         module = import_module(module_name)
     except (Exception, SystemExit) as error:  # a custom module may fail in any way
-        raise PolicyUnusable(f"the policy {path} cannot be imported: {error!r}"[:ERROR_CHARS_MAX]) from error
+        raise ConfigError(f"the policy {path} cannot be imported: {error!r}"[:ERROR_CHARS_MAX]) from error
     found = getattr(module, class_name, None)
     if not isinstance(found, type) or not callable(getattr(found, "decide", None)):
-        raise PolicyUnusable(f"{path} is not a class with a method `decide(world, request)`")
+        raise ConfigError(f"{path} is not a class with a method `decide(world, request)`")
     return found
 
 
 def load_policies(modes: Iterable[str]) -> CustomPolicies:
-    """Import the custom policies among these router modes. Raises PolicyUnusable."""
+    """Import the custom policies among these router modes. Raises ConfigError."""
     return {mode: load_policy(mode) for mode in sorted(set(modes) - set(BUILT_IN))}

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from forebay.core.step import InputEvent
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import REQUESTS, Topic
-from forebay.simulate.workload import Turn, WorkloadUnusable
+from forebay.runtime.errors import ConfigError
+from forebay.simulate.workload import Turn
 
 FOREVER_US = 1 << 62
 NOT_YET = -1
@@ -113,11 +114,11 @@ class WorkloadArrivals(ListedArrivals):
         self._look()
 
     def close(self) -> None:
-        """Check that no turn still waits for a response. Raises WorkloadUnusable if one does."""
+        """Check that no turn still waits for a response. Raises ConfigError if one does."""
         for number in sorted(self._waiting):
             turn = self._waiting[number][0].turn
             reason = f"request {turn.number} depends on request {number}, which does not come before it"
-            raise WorkloadUnusable(reason)
+            raise ConfigError(reason)
 
     def _read(self) -> Turn | None:
         """Return the next turn with a fixed time, and queue the dependent turns before it."""

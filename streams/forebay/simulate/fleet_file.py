@@ -14,10 +14,11 @@ import msgspec
 from forebay.core.routing.policies import BUILT_IN
 from forebay.events.control import RouterConfig
 from forebay.events.names import unknown_name
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.field_descriptions import in_terms_of_keys, unknown_field
 from forebay.simulate.pool_routing_file import ModelRouting, require_unique
 from forebay.simulate.profiles.profile import MOCKER, Gpus, Profile, Size, load_profile
-from forebay.simulate.profiles.sheets import ProfileUnusable, read_file
+from forebay.simulate.profiles.sheets import read_file
 from forebay.simulate.settings import (
     DELAYS,
     TIME_S_MAX,
@@ -47,10 +48,6 @@ US_PER_MS = 1e3
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=WORKERS_MAX)]
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=TIME_S_MAX)]
-
-
-class FleetUnusable(ValueError):
-    """Invalid fleet file; the text names the file, the key and the reason."""
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,45 +123,41 @@ class _File(_Table, frozen=True, kw_only=True):
     drains: tuple[_Drain, ...] = ()
 
 
-class _KeyUnusable(Exception):
-    def __init__(self, where: str, reason: str) -> None:
-        super().__init__(f"{where}: {reason}" if where else reason)
-
-
 def load_fleet(path: Path) -> Settings:
     """Read a fleet file. Paths of engine profiles are relative to its folder.
 
-    Raises FleetUnusable if the file cannot be read or a key is invalid.
+    Raises ConfigError if the file cannot be read or a key is invalid.
     """
+    content = read_file(path)
     try:
-        text = read_file(path).decode()
-    except ProfileUnusable as error:
-        raise FleetUnusable(str(error)) from error
-    except UnicodeDecodeError as error:
-        raise FleetUnusable(f"{path}: is not UTF-8 text") from error
-    try:
-        raw = tomllib.loads(text)
+        raw = tomllib.loads(content.decode())
         _require_known(raw, _File, "")
         described = msgspec.convert(raw, _File)
         fleet = _fleet(described, path.parent)
         validate_settings(fleet)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text") from error
     except msgspec.ValidationError as error:
-        raise FleetUnusable(f"{path}: {in_terms_of_keys(str(error))}") from error
+        raise ConfigError(f"{path}: {in_terms_of_keys(str(error))}") from error
     except SettingsUnusable as error:
         key = re.sub(r"^(faults.*)[.]at$", r"\1.at_s", error.where)
-        raise FleetUnusable(f"{path}: {key}: {error.reason}") from error
-    except (_KeyUnusable, ValueError, RecursionError) as error:  # invalid TOML, or an integer with too many digits
-        raise FleetUnusable(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {key}: {error.reason}") from error
+    except (ConfigError, ValueError, RecursionError) as error:  # invalid TOML, or an integer with too many digits
+        raise ConfigError(f"{path}: {error}") from error
     return fleet
 
 
 def worker_group(profile: Profile, count: int, gpus: float | None = None, **sizes: int | None) -> WorkerGroup:
     """Return a group of identical workers whose engines have this profile.
 
-    Sizes are named as the arguments of `engine_config`. None uses the value of the profile, or else the default.
+    Sizes are named as the arguments of `engine_config`. None uses the value of the profile, or else the default. Raises
+    ConfigError if sizes contradict each other.
     """
     known = {size: value or getattr(profile.sizes, size) for size, value in sizes.items()}
-    engine = engine_config(**{size: value for size, value in known.items() if value is not None})
+    try:
+        engine = engine_config(**{size: value for size, value in known.items() if value is not None})
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     return WorkerGroup(
         count=count,
         engine=msgspec.structs.replace(engine, timing=profile.timing),
@@ -217,20 +210,20 @@ def _changes(described: _File) -> Iterator[PoolRuleChange]:
             yield PoolRuleChange(at_us=at_us, pool=one.pool, drained=True)
         if one.end_s is not None:
             if one.end_s <= one.at_s:
-                raise _KeyUnusable(f"{where}.end_s", f"got {one.end_s:g}; it must be above at_s, {one.at_s:g}")
+                raise ConfigError(f"{where}.end_s: got {one.end_s:g}; it must be above at_s, {one.at_s:g}")
             yield PoolRuleChange(at_us=round(one.end_s * US_PER_S), pool=one.pool, base="" if canary else None)
 
 
 def _group(one: _Workers, folder: Path, where: str) -> WorkerGroup:
     try:
         profile = load_profile(MOCKER if one.engine_profile == MOCKER else str(folder / one.engine_profile))
-    except ProfileUnusable as error:
-        raise _KeyUnusable(f"{where}.engine_profile", str(error)) from error
+    except ConfigError as error:
+        raise ConfigError(f"{where}.engine_profile: {error}") from error
     sizes = {name: getattr(one, name) for name in ("block_size", "kv_blocks", "max_num_seqs", "max_num_batched_tokens")}
     try:
         return worker_group(profile, one.count, one.gpus, **sizes)
-    except ValueError as error:
-        raise _KeyUnusable(where, str(error)) from error
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _router(fields: dict[str, Any], where: str) -> RouterConfig:
@@ -239,23 +232,23 @@ def _router(fields: dict[str, Any], where: str) -> RouterConfig:
     try:
         router = msgspec.convert(fields, RouterConfig)
     except msgspec.ValidationError as error:
-        raise _KeyUnusable("", in_terms_of_keys(str(error), f"{where}.")) from error
+        raise ConfigError(in_terms_of_keys(str(error), f"{where}.")) from error
     if router.mode == "direct" or ("." not in router.mode and router.mode not in BUILT_IN):
         modes = ", ".join(sorted(set(BUILT_IN) - {"direct"}))
-        raise _KeyUnusable(f"{where}.mode", f"{router.mode!r} cannot be simulated; use {modes} or a dotted class path")
+        raise ConfigError(f"{where}.mode: {router.mode!r} cannot be simulated; use {modes} or a dotted class path")
     return router
 
 
 def _require_known(table: dict[str, Any], kind: type[msgspec.Struct], where: str) -> None:
     """Reject unknown keys. msgspec ignores them in some structs, and never suggests a similar key."""
     if unknown := unknown_field(table, kind, "key", where):
-        raise _KeyUnusable("", unknown)
+        raise ConfigError(unknown)
 
 
 def _delays(described: str | _Delays) -> Delays:
     if isinstance(described, str):
         if described not in DELAYS:
-            raise _KeyUnusable("delays", unknown_name("delay profile", described, DELAYS))
+            raise ConfigError(f"delays: {unknown_name('delay profile', described, DELAYS)}")
         return DELAYS[described]
     hops = {name: getattr(described, name) for name in described.__struct_fields__}
     return Delays(

@@ -8,15 +8,12 @@ import msgspec
 
 from forebay.events.names import unknown_name
 from forebay.events.pools import PoolRouting
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.field_descriptions import in_terms_of_keys, unknown_field
-from forebay.simulate.profiles.sheets import ProfileUnusable, read_file
+from forebay.simulate.profiles.sheets import read_file
 
 KindT = TypeVar("KindT", bound=msgspec.Struct)
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-
-
-class PoolRoutingUnusable(ValueError):
-    """Invalid rules for the choice of pools; the text names the key and the reason."""
 
 
 class ModelRouting(PoolRouting, frozen=True, kw_only=True):
@@ -35,45 +32,44 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pool_routing(raw: dict[str, Any], noun: str = "key") -> PoolRouting:
-    """Return the rules in decoded data. Raises PoolRoutingUnusable for an invalid key, which it calls a `noun`."""
+    """Return the rules in decoded data. Raises ConfigError for an invalid key, which it calls a `noun`."""
     return _converted(raw, PoolRouting, noun)
 
 
 def read_pool_routing(path: Path) -> dict[str, PoolRouting]:
-    """Read the rules of a TOML file, by model. Raises PoolRoutingUnusable for an unreadable file or an invalid key."""
+    """Read the rules of a TOML file, by model. Raises ConfigError for an unreadable file or an invalid key."""
+    content = read_file(path)
     try:
-        models = _converted(tomllib.loads(read_file(path).decode()), _File, "key").models
+        models = _converted(tomllib.loads(content.decode()), _File, "key").models
         require_unique(models)
-    except ProfileUnusable as error:
-        raise PoolRoutingUnusable(str(error)) from error
     except UnicodeDecodeError as error:
-        raise PoolRoutingUnusable(f"{path}: is not UTF-8 text") from error
-    except (ValueError, RecursionError) as error:  # invalid TOML, or an integer with too many digits
-        raise PoolRoutingUnusable(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: is not UTF-8 text") from error
+    except (ConfigError, ValueError, RecursionError) as error:  # invalid TOML, or an integer with too many digits
+        raise ConfigError(f"{path}: {error}") from error
     return {model.name: model.routing for model in models}
 
 
 def routing_of(path: Path, model: str) -> PoolRouting:
-    """Return the rules of a model in a TOML file. Raises PoolRoutingUnusable if they are missing or unusable."""
+    """Return the rules of a model in a TOML file. Raises ConfigError if they are missing or unusable."""
     found = read_pool_routing(path)
     if model not in found:
-        raise PoolRoutingUnusable(f"{path}: {unknown_name('model', model, found)}")
+        raise ConfigError(f"{path}: {unknown_name('model', model, found)}")
     return found[model]
 
 
 def require_unique(models: tuple[ModelRouting, ...]) -> None:
-    """Raise PoolRoutingUnusable if a model has two entries."""
+    """Raise ConfigError if a model has two entries."""
     seen: set[str] = set()
     for at, model in enumerate(models):
         if model.name in seen:
-            raise PoolRoutingUnusable(f"models[{at}].name: duplicate model {model.name!r}")
+            raise ConfigError(f"models[{at}].name: duplicate model {model.name!r}")
         seen.add(model.name)
 
 
 def _converted(raw: dict[str, Any], kind: type[KindT], noun: str) -> KindT:
     if unknown := unknown_field(raw, kind, noun):
-        raise PoolRoutingUnusable(unknown)
+        raise ConfigError(unknown)
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        raise PoolRoutingUnusable(in_terms_of_keys(str(error))) from error
+        raise ConfigError(in_terms_of_keys(str(error))) from error

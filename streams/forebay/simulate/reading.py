@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from forebay.simulate.workload import Workload, WorkloadOptions, WorkloadUnusable
+from forebay.runtime.errors import ConfigError
+from forebay.simulate.workload import Workload, WorkloadOptions
 from forebay.simulate.workloads.prepare import PreparedWorkload
 from forebay.simulate.workloads.recording import RecordingFile
 from forebay.simulate.workloads.rows import MooncakeRow, RowFile
@@ -22,7 +23,7 @@ ROW_FIELDS = tuple(f'"{name}"'.encode() for name in MooncakeRow.__struct_fields_
 
 
 def open_workload(name: str, options: WorkloadOptions) -> Workload:
-    """Open a workload: a path or a generator. Raises WorkloadUnusable if a file is unreadable or of unknown format."""
+    """Open a workload: a path or a generator. Raises ConfigError if a file is unreadable or of unknown format."""
     return PreparedWorkload(_source(name, options), options)
 
 
@@ -30,7 +31,7 @@ def _source(name: str, options: WorkloadOptions) -> WorkloadSource:
     form, colon, rest = name.partition(":")
     if form == "synthetic" and colon:
         if options.columns is not None:
-            raise WorkloadUnusable("--columns: a generated workload has no columns; leave the option out")
+            raise ConfigError("--columns: a generated workload has no columns; leave the option out")
         return Synthetic(rest, options.seed)
     path = Path(rest if colon and form in FORMATS else name)
     if options.columns is not None:
@@ -60,4 +61,4 @@ def detect_format(path: Path) -> str:
         return "mooncake"
     known = ", ".join(form for form in FORMATS if form != "synthetic")
     reason = "unknown format; name the columns of a table with --columns, or a format, as in mooncake:FILE"
-    raise WorkloadUnusable(f"{path}: {reason} (formats: {known})")
+    raise ConfigError(f"{path}: {reason} (formats: {known})")

@@ -9,6 +9,7 @@ from forebay.engine_model.model import EngineConfig
 from forebay.events.control import BusyThresholds, DisaggConfig, QueueConfig, RouterConfig, RouterMode
 from forebay.events.names import unknown_name
 from forebay.events.requests import TIMEOUT_US_MAX
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.field_descriptions import invalid_field
 from forebay.simulate.pool_routing_file import ModelRouting
 from forebay.simulate.tiers.settings import BYTES_PER_US, Bandwidth, FleetTiers, TierUnusable, WorkerTiers
@@ -181,7 +182,7 @@ class RoutedPools(msgspec.Struct, frozen=True, kw_only=True):
     changes: tuple[PoolRuleChange, ...] = ()  # starts and ends of canaries and drains
 
 
-class SettingsUnusable(ValueError):
+class SettingsUnusable(ConfigError):
     """A setting contradicts another one. `where` is its path, such as `life.faults[0].worker`."""
 
     def __init__(self, where: str, reason: str) -> None:
@@ -347,41 +348,37 @@ def one_pool(workers: int, engine: EngineConfig, *, seed: int = 0) -> Settings:
     return Settings(pools=(PoolSettings(groups=(WorkerGroup(count=workers, engine=engine),)),), seed=seed)
 
 
-class PolicySpecUnusable(ValueError):
-    """A policy text has an unknown policy or setting, or its policy cannot be simulated."""
-
-
 def policy(text: str) -> RouterConfig:
     """Parse `NAME` or `NAME:setting=value,setting=value` into a routing configuration.
 
     NAME is a router mode or the dotted path of a policy class. A setting is a field of `RouterConfig`, or of one of its
-    structs, as in `busy.name` and `queue.name`. Raises PolicySpecUnusable if the policy or a setting is unknown or
+    structs, as in `busy.name` and `queue.name`. Raises ConfigError if the policy or a setting is unknown or
     invalid.
     """
     name, _, rest = text.partition(":")
     if name == "direct":
-        raise PolicySpecUnusable("policy 'direct' cannot be simulated: the requests of a workload name no workers")
+        raise ConfigError("policy 'direct' cannot be simulated: the requests of a workload name no workers")
     if name.endswith(".py"):
-        raise PolicySpecUnusable(f"policy {text!r}: give a class as a dotted path, as in module.Class, not as a file")
+        raise ConfigError(f"policy {text!r}: give a class as a dotted path, as in module.Class, not as a file")
     modes = [mode for mode in get_args(RouterMode) if mode != "direct"]
     if name not in modes and "." not in name:
-        raise PolicySpecUnusable(unknown_name("router mode", name, (*modes, "module.Class")))
+        raise ConfigError(unknown_name("router mode", name, (*modes, "module.Class")))
     parts: dict[str, dict[str, str]] = {part: {} for part in PARTS}
     for one in rest.split(",") if rest else ():
         setting, equals, value = one.partition("=")
         part, _, field = setting.rpartition(".")
         if part not in PARTS or field not in PARTS[part].__struct_fields__ or setting == "mode":
-            raise PolicySpecUnusable(f"policy {text!r}: {unknown_name('setting', setting, ROUTER_SETTINGS)}")
+            raise ConfigError(f"policy {text!r}: {unknown_name('setting', setting, ROUTER_SETTINGS)}")
         if not equals:
-            raise PolicySpecUnusable(f"policy {text!r}: expected setting=value, got {one!r}")
+            raise ConfigError(f"policy {text!r}: expected setting=value, got {one!r}")
         if field in parts[part]:
-            raise PolicySpecUnusable(f"policy {text!r}: duplicate setting {setting}")
+            raise ConfigError(f"policy {text!r}: duplicate setting {setting}")
         parts[part][field] = value
     fields = parts.pop("")
     fields_by_part = {"mode": name, **parts, **fields}
     try:
         return msgspec.convert(fields_by_part, RouterConfig, strict=False)
     except msgspec.ValidationError as error:
-        raise PolicySpecUnusable(
+        raise ConfigError(
             f"policy {text!r}: {invalid_field(fields_by_part, RouterConfig, error, strict=False)}"
         ) from error

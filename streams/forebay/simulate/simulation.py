@@ -103,7 +103,7 @@ class Simulation:
             self._planned.begin()
 
     def run(self, workload: Workload, on_arrived: OnArrived) -> SimulationOutcome:
-        """Play the whole workload and return the outcome. Raises WorkloadUnusable if a row cannot be played.
+        """Play the whole workload and return the outcome. Raises ConfigError if a row cannot be played.
 
         `on_arrived` gets the number of requests that have arrived so far.
         """

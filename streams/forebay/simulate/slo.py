@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import msgspec
 
 from forebay.events.names import unknown_name
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.outcome import SimulationOutcome
 
 PARTS = {"ttft": "ttft_ms", "itl": "itl_ms", "e2e": "e2e_ms"}
@@ -14,10 +15,6 @@ US_PER_MS = 1e3
 US_PER_S = 1e6
 
 Limit = Annotated[float, msgspec.Meta(gt=0)]
-
-
-class SloUnusable(ValueError):
-    """The text of an SLO is invalid. The message says why."""
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,22 +29,22 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
 def parse_slo(text: str) -> Slo:
     """Parse the limits of an SLO, such as `ttft=500,itl=20,e2e=9000`. At least one limit is required.
 
-    Raises SloUnusable if a limit is unknown, duplicate or not a positive number.
+    Raises ConfigError if a limit is unknown, duplicate or not a positive number.
     """
     limits: dict[str, float] = {}
     for one in text.split(","):
         name, equals, value = one.partition("=")
         if equals and name not in PARTS:
-            raise SloUnusable(unknown_name("objective", name, PARTS))
+            raise ConfigError(unknown_name("objective", name, PARTS))
         try:
             limit = float(value)
         except ValueError:
             limit = math.nan
         if not equals or not 0 < limit < math.inf:
             expected = " or ".join(f"{part}=MS" for part in PARTS)
-            raise SloUnusable(f"invalid objective {one!r}; expected {expected} with MS above 0, as in ttft=500,itl=20")
+            raise ConfigError(f"invalid objective {one!r}; expected {expected} with MS above 0, as in ttft=500,itl=20")
         if PARTS[name] in limits:
-            raise SloUnusable(f"duplicate objective {name}")
+            raise ConfigError(f"duplicate objective {name}")
         limits[PARTS[name]] = limit
     return Slo(**limits)
 

@@ -15,10 +15,6 @@ from xxhash import xxh3_64_intdigest
 from forebay.events.base import U64_BYTES, pack_u64
 
 
-class WorkloadUnusable(Exception):
-    """A workload cannot be played. The message names the file, the row and the reason."""
-
-
 class Turn(msgspec.Struct, frozen=True, gc=False):
     """One request of a workload."""
 
@@ -50,7 +46,7 @@ class WorkloadOptions(msgspec.Struct, frozen=True, kw_only=True):
     requests_max: int | None = None  # keep only the first `requests_max` requests
     columns: str | None = None  # columns of a table, as `--columns` takes them; None for a known format
     by_model: bool = False  # send each request to the model that it names. Otherwise all requests go to the only model.
-    # Skip and count rows that cannot be played. Otherwise the first such row raises `WorkloadUnusable`.
+    # Skip and count rows that cannot be played. Otherwise the first such row raises `ConfigError`.
     skip_bad_rows: bool = False
     seed: int = 0
 
@@ -75,7 +71,7 @@ class Workload(Protocol):
     block_tokens: int
 
     def survey(self) -> Survey:
-        """Read the workload once and check every row. Raises WorkloadUnusable if a row cannot be played."""
+        """Read the workload once and check every row. Raises ConfigError if a row cannot be played."""
         ...
 
     def turns(self) -> Iterator[Turn]:
@@ -83,7 +79,7 @@ class Workload(Protocol):
 
         A dependent request comes after all requests on which it depends, but before the next request with a fixed time.
         So a caller that has read a request with a fixed time already knows every request that may arrive earlier.
-        Raises WorkloadUnusable as `survey` does.
+        Raises ConfigError as `survey` does.
         """
         ...
 

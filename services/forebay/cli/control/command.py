@@ -14,14 +14,13 @@ import click
 import msgspec
 
 from forebay.cli.common.credentials import AdminTokenFileOption
-from forebay.cli.common.errors import fail
+from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.operator_name import OperatorOption, operator_name
 from forebay.cli.common.options import Argument, JsonOption, Option
-from forebay.cli.common.tables import in_markup, print_table, results
 from forebay.cli.control.client import URL, IngressClient, ServedOption, UrlOption
 from forebay.events.control import Action, BusyThresholds, DisaggConfig
 from forebay.events.names import unknown_name
-from forebay.simulate.pool_routing_file import PoolRoutingUnusable, routing_of
+from forebay.simulate.pool_routing_file import routing_of
 
 NONE = "none"  # value of an option that disables a threshold
 UNITS = {"ttft": "TTFT", "itl": "ITL"}
@@ -195,6 +194,8 @@ def _send(action: Action, workers: WorkerOptions, ingress: IngressOptions, **fie
             )
             for one in result["outcomes"]
         )
+        from forebay.cli.common.tables import print_table  # noqa: PLC0415 - --help does not wait for rich
+
         print_table(("worker", "pool", "outcome", "adapters", ""), rows)
     client.exit_unless_ok(result, response)
 
@@ -230,10 +231,8 @@ def run_pools(options: PoolsCommand) -> None:
     client = options.ingress.client()
     rules = None
     if options.pool_routing is not None:
-        try:
+        with explained():
             given = routing_of(options.pool_routing, client.served_model())
-        except PoolRoutingUnusable as error:
-            fail(str(error))
         grids = msgspec.to_builtins(given.grids)
         rules = _change_pools(client, options.ingress, "routing", {"grids": grids, "retry": given.retry})
     if options.pool:
@@ -301,6 +300,8 @@ def run_policy(options: PolicyCommand) -> None:
         return
     names = [name for name in now if name not in {"model", "pool"}]
     rows = ((name, *(_text(one[name]) for one in ((before, now) if is_change else (now,)))) for name in names)
+    from forebay.cli.common.tables import in_markup, print_table, results  # noqa: PLC0415 - as above
+
     console = results()
     console.print(in_markup(f"model {model}" + (f", pool {now['pool']}" if "pool" in now else "")))
     print_table(("setting", "before", "now") if is_change else ("setting", "now"), rows)
@@ -342,6 +343,8 @@ def _show_pools(rules: dict[str, Any], *, json: bool) -> None:
     if json:
         click.echo(jsonlib.dumps(rules))
         return
+    from forebay.cli.common.tables import in_markup, print_table, results  # noqa: PLC0415 - as above
+
     console = results()
     console.print(in_markup(f"model {rules['model']}"))
     rows = []

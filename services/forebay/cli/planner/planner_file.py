@@ -14,7 +14,7 @@ from forebay.cli.profiler.profile_file import MeasuredProfile
 from forebay.core.scaling.state import PoolKey
 from forebay.events.names import NameInvalid, require_name, unknown_name
 from forebay.events.scaling import DecodePoint, PlannerSettings, PoolScaling, PrefillPoint
-from forebay.planner.predictors import PredictorUnusable, predictor
+from forebay.planner.predictors import predictor
 from forebay.planner.simulation import PoolEngine, pool_engine
 from forebay.runtime.errors import ConfigError
 from forebay.simulate.field_descriptions import in_terms_of_keys, invalid_field
@@ -58,7 +58,7 @@ def _file(path: Path, raw: Mapping[str, Any]) -> PlannerFile:
     settings = convert({**raw, "pools": ()}, PlannerSettings)
     try:
         predictor(settings.predictor)
-    except PredictorUnusable as error:
+    except ConfigError as error:
         raise ConfigError(f"predictor: {error}") from None
     pools, engines = [], {}
     for number, table in enumerate(pool_tables(raw, PoolTable)):
@@ -129,7 +129,7 @@ def _engine(folder: Path, name: str, pool: PoolScaling) -> PoolEngine:
     try:
         profile = load_profile(MOCKER if name == MOCKER else str(folder / name))
         return pool_engine(profile, pool.kv_tokens)
-    except ValueError as error:  # also ProfileUnusable
+    except ConfigError as error:
         raise ConfigError(f"engine_profile: {error}") from None
 
 

@@ -26,7 +26,7 @@ from forebay.live.planner.actuator import ActuatorService
 from forebay.live.planner.observer import PoolObserver
 from forebay.live.planner.planner import Planner, PlannerMetrics
 from forebay.planner.actuators.processes import KILL_AFTER_S, ProcessActuator, ProcessPool, SupervisorMetrics
-from forebay.planner.actuators.worker_directory import DirectoryUnusable, WorkerDirectory
+from forebay.planner.actuators.worker_directory import WorkerDirectory
 from forebay.planner.predictors import predictor
 from forebay.planner.simulation import simulator
 from forebay.processes.metrics_server import process_registry
@@ -194,26 +194,18 @@ async def _execute(cluster: Cluster, actuator: "ProcessActuator | KubernetesActu
 
 @asynccontextmanager
 async def _processes(settings: ProcessSettings) -> AsyncIterator[ProcessActuator]:
-    try:
-        directory = await WorkerDirectory.open(settings.state)
-    except DirectoryUnusable as error:
-        raise ConfigError(str(error)) from error
+    directory = await WorkerDirectory.open(settings.state)
     try:
         yield ProcessActuator(settings.pools, directory, os.environ)
-    except DirectoryUnusable as error:
-        raise ConfigError(str(error)) from error
     finally:
         directory.close()
 
 
 def _kubernetes(settings: KubernetesSettings) -> "KubernetesActuator":
     # Imported here, because the client is an extra and takes half a second.
-    from forebay.planner.actuators.kubernetes import KubernetesActuator, KubernetesUnusable, PodSet, connect  # noqa: PLC0415
+    from forebay.planner.actuators.kubernetes import KubernetesActuator, PodSet, connect  # noqa: PLC0415
 
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ
     path = str(Path(os.environ.get("KUBECONFIG", KUBECONFIG)).expanduser())
-    try:
-        api = connect(None if in_pod else path)
-    except KubernetesUnusable as error:
-        raise ConfigError(str(error)) from error
+    api = connect(None if in_pod else path)
     return KubernetesActuator({pool: PodSet(*names) for pool, names in settings.pools.items()}, api)

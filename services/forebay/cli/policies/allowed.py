@@ -51,7 +51,7 @@ def require_policy(mode: str) -> None:
     """Raise ConfigError unless a router mode is built in, or names a policy class that can be imported."""
     # Imported here, because --help should not wait for the router.
     from forebay.core.routing.policies import BUILT_IN  # noqa: PLC0415
-    from forebay.replay.policies import PolicyUnusable, load_policy  # noqa: PLC0415
+    from forebay.replay.policies import load_policy  # noqa: PLC0415
 
     if mode in BUILT_IN:
         return
@@ -60,11 +60,8 @@ def require_policy(mode: str) -> None:
     if len(mode) > PATH_CHARS_MAX:
         raise ConfigError(f"the path of a policy class has {len(mode)} characters; maximum {PATH_CHARS_MAX}")
     add_current_directory()
-    try:
-        with own_stdout():
-            load_policy(mode)
-    except PolicyUnusable as error:
-        raise ConfigError(str(error)) from None
+    with own_stdout():
+        load_policy(mode)
 
 
 def add_current_directory() -> None:

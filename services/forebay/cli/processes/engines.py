@@ -19,7 +19,6 @@ from forebay.processes.names import adapters, names
 from forebay.runtime.errors import ConfigError
 from forebay.simulate.field_descriptions import invalid_field, unknown_field
 from forebay.simulate.profiles.profile import MOCKER, load_profile
-from forebay.simulate.profiles.sheets import ProfileUnusable
 from forebay.workers.engines.adapters import ADAPTERS, ENGINES, MOCK
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.kv_tiers.settings import TierSettings
@@ -57,7 +56,7 @@ def choose_engine(options: EngineOptions) -> EngineChoice:
         raise ConfigError(f"--speedup must be a positive number, not {options.speedup}")
     try:
         profile = load_profile(options.engine_profile or MOCKER)
-    except ProfileUnusable as error:
+    except ConfigError as error:
         raise ConfigError(f"--engine-profile: {error}") from None
     is_real = options.engine != MOCK
     if options.kv_store_name and options.engine not in SHARING:

@@ -11,7 +11,7 @@ from forebay.cli.common.options import Option
 from forebay.events.names import unknown_name
 from forebay.events.pools import PoolRouting
 from forebay.runtime.errors import ConfigError
-from forebay.simulate.pool_routing_file import PoolRoutingUnusable, read_pool_routing, routing_of
+from forebay.simulate.pool_routing_file import read_pool_routing, routing_of
 
 ModelOption = Annotated[
     str | None,
@@ -67,7 +67,7 @@ def pool_routing_of(path: Path, model: str) -> PoolRouting:
     """Return the rules for the pools of a model in a file. Raises ConfigError if it is invalid or has no such model."""
     try:
         return routing_of(path, model)
-    except PoolRoutingUnusable as error:
+    except ConfigError as error:
         raise ConfigError(f"--pool-routing: {error}") from error
 
 
@@ -75,7 +75,7 @@ def pool_routing_by_model(path: Path | None) -> dict[str, PoolRouting]:
     """Return the rules in a file by model; none without a file. Raises ConfigError if the file is invalid."""
     try:
         return {} if path is None else read_pool_routing(path)
-    except PoolRoutingUnusable as error:
+    except ConfigError as error:
         raise ConfigError(f"--pool-routing: {error}") from error
 
 

@@ -7,9 +7,7 @@ from rich.table import Table
 from forebay.cli.common.tables import results, table
 from forebay.cli.profiler.profile_file import MeasuredProfile
 from forebay.cli.simulate.profile import write_profile
-from forebay.runtime.errors import ConfigError
 from forebay.simulate.profiles.profile import EngineSizes, Profile
-from forebay.simulate.profiles.sheets import ProfileUnusable
 
 
 def show(profile: MeasuredProfile) -> None:
@@ -27,10 +25,7 @@ def write_engine_profile(profile: MeasuredProfile, batched_tokens: int, out: Pat
     """Fit an engine profile to the points and write it. Raises ConfigError if there are too few points."""
     from forebay.simulate.profiles.measured import fit_measured  # noqa: PLC0415 - an extra, which takes 1 s to import
 
-    try:
-        found = fit_measured(profile.prefill, profile.decode, batched_tokens)
-    except ProfileUnusable as error:
-        raise ConfigError(str(error)) from None
+    found = fit_measured(profile.prefill, profile.decode, batched_tokens)
     name = profile.settings.worker or profile.settings.model
     errors = (f"{stage} {p50:.1%} / {p90:.1%}" for stage, (p50, p90) in zip(("TTFT", "ITL"), found[2:], strict=True))
     write_profile(

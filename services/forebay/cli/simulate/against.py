@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from rich import box
 from rich.table import Table
 
-from forebay.cli.common.errors import explained, fail
+from forebay.cli.common.errors import explained
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.tables import in_markup, results
 from forebay.cli.common.terminal import own_stdout
@@ -90,10 +90,7 @@ def compare_with_recording(
     with explained():
         _require_nothing_else(fleet, shape, others)
         bounds = bounds_of(options.fail_above)
-        try:
-            settings = settings_of(fleet)
-        except ValueError as error:
-            fail(str(error))
+        settings = settings_of(fleet)
         custom = allowed_policies(options.allow_policy)
         with own_stdout():
             history = recorded_history(source, custom)

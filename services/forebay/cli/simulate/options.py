@@ -12,6 +12,7 @@ from forebay.cli.common.options import Argument, Option
 from forebay.cli.policies.allowed import AllowPolicyOption, require_policy
 from forebay.events.control import DisaggConfig, RouterConfig
 from forebay.events.names import unknown_name
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.fleet_file import load_fleet, worker_group
 from forebay.simulate.profiles.profile import MOCKER, SIZE_MAX, load_profile
 from forebay.simulate.settings import (
@@ -218,10 +219,10 @@ class AgainstOptions:
 
 
 def settings_of(fleet: FleetOptions) -> Settings:
-    """Return the settings of the fleet; options override a file. Raises ValueError, naming the option, if invalid."""
+    """Return the settings of the fleet; options override a file. Raises ConfigError, naming the option, if invalid."""
     settings = _described(fleet)
     if fleet.delays is not None and fleet.delays not in DELAYS:
-        raise ValueError(f"--delays: {unknown_name('delay profile', fleet.delays, DELAYS)}")
+        raise ConfigError(f"--delays: {unknown_name('delay profile', fleet.delays, DELAYS)}")
     faults = len(settings.life.faults)
     life, transfer = (
         {name: value for name in names if (value := getattr(fleet, name)) is not None} for names in (LIFE, TRANSFER)
@@ -239,16 +240,16 @@ def settings_of(fleet: FleetOptions) -> Settings:
     try:
         validate_settings(settings)
     except SettingsUnusable as error:
-        raise ValueError(f"{_flag(error.where, fleet, faults)}: {error.reason}") from None
+        raise ConfigError(f"{_flag(error.where, fleet, faults)}: {error.reason}") from None
     return settings
 
 
 def _described(fleet: FleetOptions) -> Settings:
-    """Return the fleet from the file, or from the options. Raises ValueError if the file conflicts with an option."""
+    """Return the fleet from the file, or from the options. Raises ConfigError if the file conflicts with an option."""
     if fleet.file is not None:
         given = [f"--{name.replace('_', '-')}" for name in OF_POOLS if getattr(fleet, name) is not None]
         if given:
-            raise ValueError(f"--fleet {fleet.file} defines the fleet; remove {' and '.join(given)}")
+            raise ConfigError(f"--fleet {fleet.file} defines the fleet; remove {' and '.join(given)}")
         return load_fleet(fleet.file)
     profile = load_profile(MOCKER if fleet.engine_profile is None else fleet.engine_profile)
     sizes = {size: getattr(fleet, size) for size in SIZES}
@@ -265,31 +266,31 @@ def _counts(fleet: FleetOptions) -> tuple[tuple[str, PoolRole, int], ...]:
     """Return name, role and number of workers of each pool that the options define."""
     if fleet.decode_workers is None:
         if fleet.prefill_workers is not None:
-            raise ValueError(f"--prefill-workers {fleet.prefill_workers} requires --decode-workers")
+            raise ConfigError(f"--prefill-workers {fleet.prefill_workers} requires --decode-workers")
         return (("default", "aggregated", fleet.workers or WORKERS),)
     if fleet.workers is not None:
-        raise ValueError("--workers cannot be combined with --prefill-workers and --decode-workers")
+        raise ConfigError("--workers cannot be combined with --prefill-workers and --decode-workers")
     if fleet.prefill_workers is None:
-        raise ValueError(f"--decode-workers {fleet.decode_workers} requires --prefill-workers")
+        raise ConfigError(f"--decode-workers {fleet.decode_workers} requires --prefill-workers")
     return ("prefill", "prefill", fleet.prefill_workers), ("decode", "decode", fleet.decode_workers)
 
 
 def policies_of(given: Sequence[str] | None, settings: Settings) -> Sequence[str]:
-    """Return the policies to simulate. Raises ValueError if one is a duplicate or has no effect."""
+    """Return the policies to simulate. Raises ConfigError if one is a duplicate or has no effect."""
     for name in given or ():
         if list(given or ()).count(name) > 1:
-            raise ValueError(f"--policy {name}: duplicate policy")
+            raise ConfigError(f"--policy {name}: duplicate policy")
     if any(pool.router is None for pool in settings.pools):
         if AS_CONFIGURED in (given or ()):
-            raise ValueError(f"--policy {AS_CONFIGURED}: requires that every pool has its own router")
+            raise ConfigError(f"--policy {AS_CONFIGURED}: requires that every pool has its own router")
         return given or POLICIES
     if given:
-        raise ValueError(f"--policy {given[0]}: has no effect, because every pool has its own router")
+        raise ConfigError(f"--policy {given[0]}: has no effect, because every pool has its own router")
     return (AS_CONFIGURED,)
 
 
 def router_of(text: str) -> RouterConfig:
-    """Return the routing of the pools that have none of their own. Raises ValueError if the policy is invalid."""
+    """Return the routing of the pools that have none of their own. Raises ConfigError if the policy is invalid."""
     return RouterConfig() if text == AS_CONFIGURED else policy(text)
 
 
@@ -300,15 +301,15 @@ def workload_options(shape: ShapeOptions, seed: int, *, models: int = 1) -> Work
 
 
 def slo_of(text: str | None, attain: float | None) -> Slo | None:
-    """Return the limits of --slo, None without. Raises ValueError if invalid, or if --attain is given without --slo."""
+    """Return the limits of --slo, None without. Raises ConfigError if invalid, or for --attain without --slo."""
     if text is None:
         if attain is not None:
-            raise ValueError("--attain requires --slo")
+            raise ConfigError("--attain requires --slo")
         return None
     try:
         return parse_slo(text)
-    except ValueError as error:
-        raise ValueError(f"--slo {text}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"--slo {text}: {error}") from None
 
 
 def require_routers(routers: Iterable[RouterConfig], pools: Iterable[PoolSettings] = ()) -> None:
@@ -319,13 +320,13 @@ def require_routers(routers: Iterable[RouterConfig], pools: Iterable[PoolSetting
 
 
 def require_disaggregation(name: str, router: RouterConfig, pools: Iterable[PoolSettings]) -> None:
-    """Raise ValueError if disaggregation settings have no effect, because all workers are aggregated."""
+    """Raise ConfigError if disaggregation settings have no effect, because all workers are aggregated."""
     if router.disagg != DisaggConfig() and all(pool.role == "aggregated" for pool in pools):
-        raise ValueError(f"{name}: disagg settings require --prefill-workers and --decode-workers")
+        raise ConfigError(f"{name}: disagg settings require --prefill-workers and --decode-workers")
 
 
 def require_servable(workload: Workload, settings: Settings) -> None:
-    """Raise ValueError if no worker can serve any request of the workload."""
+    """Raise ConfigError if no worker can serve any request of the workload."""
     smallest: tuple[int, int] | None = None
     for turn in workload.turns():
         tokens = turn.prompt_tokens + turn.output_tokens
@@ -338,14 +339,14 @@ def require_servable(workload: Workload, settings: Settings) -> None:
             return
         smallest = min(smallest or (tokens, turn.number), (tokens, turn.number))
     if smallest is None:
-        raise ValueError(f"{workload.name} contains no request")
+        raise ConfigError(f"{workload.name} contains no request")
     room = {
         pool.name: max(group.engine.block_size * group.engine.kv_blocks_total for group in pool.groups)
         for pool in settings.pools
         if pool.role != "prefill"
     }
     available = ", ".join(f"{tokens} tokens in pool {name}" for name, tokens in room.items())
-    raise ValueError(
+    raise ConfigError(
         f"no request of {workload.name} fits a worker: the smallest, request {smallest[1] + 1}, has {smallest[0]} "
         f"prompt and output tokens, and the KV cache of a worker holds {available}; use more blocks, or check that a "
         "pool serves the model of the requests"
@@ -368,10 +369,10 @@ def to_json(settings: Any) -> Any:
 def _fault(text: str) -> WorkerFault:
     match = DEATH.fullmatch(text)
     if match is None:
-        raise ValueError(f"--kill {text}: expected WORKER@SECONDS or WORKER@SECONDS+SECONDS, as in mock-0@60+30")
+        raise ConfigError(f"--kill {text}: expected WORKER@SECONDS or WORKER@SECONDS+SECONDS, as in mock-0@60+30")
     at_us, back_us = (None if time is None else float(time) * US_PER_S for time in (match["at"], match["back"]))
     if max(at_us or 0, back_us or 0) > TIME_US_MAX:
-        raise ValueError(f"--kill {text}: the maximum is 100 years")
+        raise ConfigError(f"--kill {text}: the maximum is 100 years")
     return WorkerFault(
         worker=match["worker"], at_us=round(at_us or 0), back_us=None if back_us is None else round(back_us)
     )
@@ -398,13 +399,13 @@ def _tier_sizes(fleet: FleetOptions) -> dict[str, str]:
     for text in fleet.kv_tier or ():
         kind, _, size = text.partition(":size=")
         if kind not in TIERS:
-            raise ValueError(f"--kv-tier {text}: {unknown_name('kind of tier', kind, TIERS)}")
+            raise ConfigError(f"--kv-tier {text}: {unknown_name('kind of tier', kind, TIERS)}")
         sizes[kind] = size
     return sizes
 
 
 def _with_tier_sizes(settings: Settings, sizes: Mapping[str, str]) -> Settings:
-    """Return settings with other sizes of the tiers. Raises ValueError with the option if a size is invalid."""
+    """Return settings with other sizes of the tiers. Raises ConfigError with the option if a size is invalid."""
     if not sizes:
         return settings
     tiers = settings.tiers or FleetTiers()
@@ -440,4 +441,4 @@ def _sized(name: str, kind: Callable[..., Tier], tier: Tier | None, sizes: Mappi
     try:
         return kind(size=sizes[name]) if tier is None else msgspec.structs.replace(tier, size=sizes[name])
     except ValueError as error:
-        raise ValueError(f"--kv-tier {name}: {error}") from None
+        raise ConfigError(f"--kv-tier {name}: {error}") from None

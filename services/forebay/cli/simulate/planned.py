@@ -9,6 +9,7 @@ from forebay.cli.planner.planner_file import PlannerFile, read_planner_file
 from forebay.events.scaling import DemandForecast, ScalingDecided, SimulatedSize
 from forebay.planner.predictors import predictor
 from forebay.planner.simulation import simulated_sizes
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.outcome import SimulationOutcome
 from forebay.simulate.planned import Planning, require_plannable
 from forebay.simulate.settings import Settings, SettingsUnusable
@@ -19,12 +20,12 @@ US_PER_S = 1e6
 
 
 def read_planner(path: Path, settings: Settings) -> PlannerFile:
-    """Read the file of a planner. Raises ConfigError if it is invalid, ValueError if it cannot scale the fleet."""
+    """Read the file of a planner. Raises ConfigError if it is invalid, or cannot scale the fleet."""
     planner = read_planner_file(path)
     try:
         require_plannable(planner.settings, settings)
     except SettingsUnusable as error:
-        raise ValueError(f"--planner {path}: {error}") from None
+        raise ConfigError(f"--planner {path}: {error}") from None
     return planner
 
 

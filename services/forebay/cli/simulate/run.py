@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from forebay.cli.common.errors import BROKEN, fail
+from forebay.cli.common.errors import BROKEN, explained, fail
 from forebay.cli.common.survey import print_survey, survey_lines
 from forebay.cli.common.tables import in_markup, results, table
 from forebay.cli.common.terminal import printable
@@ -46,7 +46,7 @@ from forebay.runtime.errors import ConfigError
 from forebay.simulate.reading import open_workload
 from forebay.simulate.settings import Settings
 from forebay.simulate.slo import Slo
-from forebay.simulate.workload import Survey, WorkloadOptions, WorkloadUnusable
+from forebay.simulate.workload import Survey, WorkloadOptions
 
 SHOWN = ("mean", "p50", "p99")
 TIMES = {"ttft_ms": ".0f", "itl_ms": ".1f", "e2e_ms": ".0f"}
@@ -125,7 +125,7 @@ def _plan(
     planner_file: Path | None,
 ) -> _Plan:
     """Validate the inputs. Exits with an error message if the workload cannot be simulated."""
-    try:
+    with explained():
         settings = settings_of(fleet)
         planner = None if planner_file is None else read_planner(planner_file, settings)
         slo = targets_of(planner) if slo_options == (None, None) else slo_of(*slo_options)
@@ -137,8 +137,6 @@ def _plan(
         opened = open_workload(workload, options)
         survey = opened.survey()
         require_servable(opened, settings)
-    except (WorkloadUnusable, ConfigError, ValueError) as error:
-        fail(str(error))
     jobs = [
         Job(name, settings, router, workload, options, survey.requests, planner) for name, router in routers.items()
     ]
@@ -150,7 +148,7 @@ def _run_jobs(plan: _Plan, *, whole: bool) -> list[SimulationRun]:
     ended = run_all([Work(job.requests, partial(simulate_run, job, plan.slo, whole)) for job in plan.jobs])
     runs: list[SimulationRun] = []
     for one in ended:
-        if isinstance(one, WorkloadUnusable | BrokenProcessPool):
+        if isinstance(one, ConfigError | BrokenProcessPool):
             complain(reason(one))
             raise click.exceptions.Exit(BROKEN)
         if isinstance(one, Exception):

@@ -11,7 +11,7 @@ import click
 import msgspec
 from rich.console import Console
 
-from forebay.cli.common.errors import fail
+from forebay.cli.common.errors import explained
 from forebay.cli.common.survey import print_survey
 from forebay.cli.simulate.command import SweepCommand
 from forebay.cli.simulate.options import (
@@ -34,7 +34,7 @@ from forebay.simulate.capacity import SpeedTrial, search
 from forebay.simulate.pareto import costs, optimal
 from forebay.simulate.reading import open_workload
 from forebay.simulate.slo import Slo, requests_per_s
-from forebay.simulate.workload import Survey, Workload, WorkloadOptions, WorkloadUnusable
+from forebay.simulate.workload import Survey, Workload, WorkloadOptions
 
 STEPS_EXPECTED = 10  # simulations per capacity search, for progress
 ATTAIN = 0.99
@@ -45,10 +45,10 @@ Metrics = dict[str, Any]
 
 
 def run_sweep(options: SweepCommand) -> None:
-    try:
+    with explained():
         objectives_slo = slo_of(options.slo, options.attain)
         if options.find_capacity and objectives_slo is None:
-            raise ValueError("--find-capacity requires --slo")
+            raise ConfigError("--find-capacity requires --slo")
         wanted = CAPACITY_COSTS if options.find_capacity else (*COSTS, *(("goodput_per_s",) if objectives_slo else ()))
         settings = settings_of(options.fleet)
         todo = combinations(
@@ -61,8 +61,6 @@ def run_sweep(options: SweepCommand) -> None:
         base = settings_json(
             settings, workload_options(options.shape, options.fleet.seed, models=settings.models), name
         )
-    except (WorkloadUnusable, ConfigError, ValueError) as error:
-        fail(str(error))
     began_s = time.monotonic()
     ended = run_all(
         [
@@ -110,8 +108,8 @@ def _jobs(workload: str, todo: Sequence[Combination], find_capacity: bool) -> tu
         if (shape, fleet) not in possible:
             try:
                 require_servable(opened, one.fleet)
-            except ValueError as error:
-                raise ValueError(f"{one.name}: {error}") from None
+            except ConfigError as error:
+                raise ConfigError(f"{one.name}: {error}") from None
             possible.add((shape, fleet))
         requests = surveys[shape].requests
         jobs.append(Job(one.name, one.fleet, one.router, workload, options, requests))
@@ -119,7 +117,7 @@ def _jobs(workload: str, todo: Sequence[Combination], find_capacity: bool) -> tu
 
 
 def _scalable(workload: Workload) -> list[str]:
-    """Return notes on playing a workload at other speeds. Raises ValueError if the speed does not change its rate."""
+    """Return notes on playing a workload at other speeds. Raises ConfigError if the speed does not change its rate."""
     times: set[int] = set()
     after = 0
     for turn in workload.turns():
@@ -128,7 +126,7 @@ def _scalable(workload: Workload) -> list[str]:
         elif len(times) < 2:
             times.add(turn.at_us)
     if len(times) < 2:
-        raise ValueError(
+        raise ConfigError(
             f"--find-capacity: all requests of {workload.name} with a fixed time arrive at one time, "
             "so the speed does not change the request rate"
         )

@@ -17,7 +17,8 @@ from forebay.cli.simulate.options import AS_CONFIGURED, TIERS, FleetOptions, Sha
 from forebay.core.routing.policies import BUILT_IN
 from forebay.events.control import RouterConfig
 from forebay.events.names import unknown_name
-from forebay.simulate.settings import ROUTER_SETTINGS, PolicySpecUnusable, Settings
+from forebay.runtime.errors import ConfigError
+from forebay.simulate.settings import ROUTER_SETTINGS, Settings
 
 RUNS_MAX = 1_000
 # Settings that only affect the cost function have no effect on modes that ignore costs.
@@ -75,7 +76,7 @@ class _Parts:
 
 
 def axes_of(sets: Sequence[str]) -> list[Axis]:
-    """Parse the `--set` options. Raises ValueError if one is malformed, or a name or value is duplicate."""
+    """Parse the `--set` options. Raises ConfigError if one is malformed, or a name or value is duplicate."""
     axes: list[Axis] = []
     seen: set[str] = set()
     for text in sets:
@@ -83,18 +84,18 @@ def axes_of(sets: Sequence[str]) -> list[Axis]:
         names = tuple(name.strip() for name in left.split(":"))
         points = tuple(tuple(value.strip() for value in point.split(":", len(names) - 1)) for point in right.split(","))
         if not equals or not all(names) or not all(all(point) for point in points):
-            raise ValueError(f"--set {text}: expected NAME=VALUE,VALUE")
+            raise ConfigError(f"--set {text}: expected NAME=VALUE,VALUE")
         if any(len(point) != len(names) for point in points):
-            raise ValueError(
+            raise ConfigError(
                 f"--set {text}: {len(names)} names need {len(names)} values per point (between commas), as in 2:6,4:4"
             )
         if len(set(points)) < len(points):
-            raise ValueError(f"--set {text}: duplicate value")
+            raise ConfigError(f"--set {text}: duplicate value")
         for name in names:
             if name not in KNOWN:
-                raise ValueError(f"--set {text}: {unknown_name('setting', name, KNOWN)}")
+                raise ConfigError(f"--set {text}: {unknown_name('setting', name, KNOWN)}")
             if name in seen:
-                raise ValueError(f"--set {text}: {name} is varied twice; use one --set for it")
+                raise ConfigError(f"--set {text}: {name} is varied twice; use one --set for it")
             seen.add(name)
         axes.append(Axis(names, points))
     return axes
@@ -105,11 +106,11 @@ def combinations(
 ) -> list[Combination]:
     """Return every combination of a policy and one point per axis, sorted in this order. Equal ones occur once.
 
-    Raises ValueError if there are too many combinations, or one is invalid.
+    Raises ConfigError if there are too many combinations, or one is invalid.
     """
     runs = len(policies) * prod(len(axis.points) for axis in axes)
     if runs > RUNS_MAX:
-        raise ValueError(f"the sweep would have {runs} runs; the maximum is {RUNS_MAX}: use fewer values or policies")
+        raise ConfigError(f"the sweep would have {runs} runs; the maximum is {RUNS_MAX}: use fewer values or policies")
     found: dict[tuple[str, tuple[tuple[str, str], ...]], Combination] = {}
     for text in policies:
         mode = router_of(text).mode
@@ -140,9 +141,9 @@ def _router(text: str, more: Sequence[str]) -> RouterConfig:
     names = [one.partition("=")[0] for one in settings]
     for name in names:
         if names.count(name) > 1:
-            raise PolicySpecUnusable(f"{name} is in both --policy {text} and --set; remove one")
+            raise ConfigError(f"{name} is in both --policy {text} and --set; remove one")
     if mode == AS_CONFIGURED and more:
-        raise PolicySpecUnusable(f"--set {names[0]}: has no effect, because every pool has its own router")
+        raise ConfigError(f"--set {names[0]}: has no effect, because every pool has its own router")
     return router_of(f"{mode}:{','.join(settings)}" if settings else mode)
 
 
@@ -164,4 +165,4 @@ def _converted(name: str, text: str, option: CliOption) -> Any:
     try:
         return option.type.convert(text, None, None)
     except click.BadParameter as error:
-        raise ValueError(f"--set {name}={text}: {error.message}; separate values by commas") from None
+        raise ConfigError(f"--set {name}={text}: {error.message}; separate values by commas") from None

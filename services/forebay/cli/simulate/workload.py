@@ -1,8 +1,7 @@
 """`forebay workload show` and `convert`: statistics of a workload, and conversion to forebay's own format."""
 
-import contextlib
 import json as jsonlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -11,13 +10,13 @@ from rich.box import SIMPLE
 from rich.progress import MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from forebay.cli.common.errors import fail
+from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.survey import print_survey
 from forebay.cli.common.tables import bar, in_markup, results
 from forebay.cli.simulate.command import WorkloadConvertCommand, WorkloadShowCommand
 from forebay.cli.simulate.options import workload_options
 from forebay.simulate.reading import open_workload
-from forebay.simulate.workload import Turn, Workload, WorkloadOptions, WorkloadUnusable
+from forebay.simulate.workload import Turn, Workload, WorkloadOptions
 from forebay.simulate.workloads.rows import WorkloadHeader, encode_workload
 from forebay.simulate.workloads.statistics import WorkloadStatistics, workload_statistics
 
@@ -27,7 +26,7 @@ SHOWN = ("mean", "p50", "p90", "p99", "max")
 
 
 def run_show(options: WorkloadShowCommand) -> None:
-    with _explained():
+    with explained():
         workload = open_workload(options.workload, workload_options(options.shape, options.seed, models=MODELS))
         survey = workload.survey()
         found = workload_statistics(_watched(workload, survey.requests, "read"), workload.block_tokens)
@@ -43,7 +42,7 @@ def run_convert(options: WorkloadConvertCommand) -> None:
     shape = workload_options(options.shape, options.seed, models=MODELS)
     if options.out.exists() and not options.out.is_file():  # replacing a device would turn it into a file
         fail(f"{options.out}: is not a regular file; choose another name")
-    with _explained():
+    with explained():
         workload = open_workload(options.workload, shape)
         survey = workload.survey()
         # The header has no name, so that tables show the current name of the file.
@@ -59,14 +58,6 @@ def run_convert(options: WorkloadConvertCommand) -> None:
             part.unlink(missing_ok=True)
     print_survey(survey)
     click.echo(f"{options.out}: {survey.requests} requests", err=True)
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    try:
-        yield
-    except WorkloadUnusable as error:
-        fail(str(error))
 
 
 def _watched(workload: Workload, total: int, done: str) -> Iterable[Turn]:

@@ -18,7 +18,7 @@ from forebay.cli.trace.command import URL, TraceCommand
 from forebay.processes.notices import complain
 from forebay.simulate.outcome import percentiles
 from forebay.simulate.reading import open_workload
-from forebay.simulate.workload import WorkloadOptions, WorkloadUnusable
+from forebay.simulate.workload import WorkloadOptions
 
 WORKING = ("aggregated", "prefill", "decode")
 SIGNALLED = 128  # a shell adds the number of the signal
@@ -30,11 +30,9 @@ def run_trace(command: TraceCommand) -> None:
     options = WorkloadOptions(speed=command.speed, duration_s=command.duration_s, skip_bad_rows=command.skip_bad_rows)
     urls = [one.rstrip("/") for one in command.url or [URL]]
     concurrency_max = command.max_concurrency
-    try:
+    with explained():
         todo = open_workload(command.workload, options)
         survey = todo.survey()
-    except WorkloadUnusable as error:
-        fail(str(error))
     outcome = TraceOutcome()
     with counting_bar() as progress, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         task = progress.add_task("answered", total=survey.requests)

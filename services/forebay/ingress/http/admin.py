@@ -25,7 +25,8 @@ from forebay.ingress.http.openapi import SETTINGS, body_of, errors
 from forebay.ingress.openai.fields import CheckedBody, parse
 from forebay.ingress.openai.nvext import WEIGHT_MAX
 from forebay.ingress.openai.requests import adapter_of
-from forebay.simulate.pool_routing_file import PoolRoutingUnusable, pool_routing
+from forebay.runtime.errors import ConfigError
+from forebay.simulate.pool_routing_file import pool_routing
 
 GRIDS_MAX = 3  # one per role
 TOKENS_MAX = (1 << 63) - 1
@@ -64,7 +65,7 @@ class PoolRoutingBody(PoolBody):
     def event(self) -> PoolEvent:
         try:
             routing = pool_routing({"grids": [*self.grids], "retry": self.retry}, "parameter")
-        except PoolRoutingUnusable as error:
+        except ConfigError as error:
             raise invalid(str(error), "grids") from error
         return PoolRoutingConfigured(routing=routing, **self.origin())
 

@@ -19,6 +19,7 @@ from urllib3.exceptions import HTTPError
 from forebay import runtime
 from forebay.core.scaling.state import PoolKey
 from forebay.live.planner.actuator import ActuatorError, Reached
+from forebay.runtime.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +39,6 @@ RETRIED = frozenset(
 )
 MESSAGE_CHARS_MAX = 300  # of an error of the API server
 MERGE_PATCH = "application/merge-patch+json"
-
-
-class KubernetesUnusable(Exception):
-    """The connection settings of Kubernetes are missing or invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,7 @@ class RequestLimits:
 def connect(kubeconfig: str | None) -> client.AppsV1Api:
     """Return a client of the API server, which connects later. Without a kubeconfig, the pod's service account is used.
 
-    Raises KubernetesUnusable if there is no valid configuration.
+    Raises ConfigError if there is no valid configuration.
     """
     settings = client.Configuration()
     try:
@@ -76,7 +73,7 @@ def connect(kubeconfig: str | None) -> client.AppsV1Api:
     except Exception as error:  # a malformed file raises errors of many kinds
         where = "the service account of this pod" if kubeconfig is None else kubeconfig
         text = " ".join(str(error).split()) or type(error).__name__
-        raise KubernetesUnusable(f"cannot connect to Kubernetes with {where}: {text}") from error
+        raise ConfigError(f"cannot connect to Kubernetes with {where}: {text}") from error
     settings.retries = False  # the actuator retries, within limits
     return client.AppsV1Api(client.ApiClient(settings))
 

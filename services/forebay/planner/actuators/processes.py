@@ -32,7 +32,8 @@ from forebay.planner.actuators.os_processes import (
     start_process,
     terminate,
 )
-from forebay.planner.actuators.worker_directory import DirectoryUnusable, Drain, SupervisedWorker, WorkerDirectory
+from forebay.planner.actuators.worker_directory import Drain, SupervisedWorker, WorkerDirectory
+from forebay.runtime.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class ProcessActuator:
     ) -> None:
         """Find the workers of an earlier supervisor again.
 
-        Raises DirectoryUnusable if a record is unreadable, or a worker of another pool runs.
+        Raises ConfigError if a record is unreadable, or a worker of another pool runs.
         """
         self.name = "processes"
         self._pools = {(one.group, one.pool): one for one in pools}
@@ -166,13 +167,13 @@ class ProcessActuator:
         try:
             process = recorded_identity(file)
         except OSError as error:
-            raise DirectoryUnusable(f"{file} cannot be read: {error.strerror}") from error
+            raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
         if process is not None and not is_running(process):
             process = None
         name = f"{record.group}/{record.pool}"
         if _key(record) not in self._pools:
             if process is not None:
-                raise DirectoryUnusable(
+                raise ConfigError(
                     f"worker {record.worker_id} (pid {process.pid}) of an earlier run belongs to the pool {name}, which"
                     " the file does not contain; add the pool, or end the worker with SIGTERM"
                 )

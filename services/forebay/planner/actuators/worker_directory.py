@@ -17,6 +17,7 @@ from urllib.parse import quote
 import msgspec
 
 from forebay import runtime
+from forebay.runtime.errors import ConfigError
 
 LOCK = "supervisor.lock"
 LOCKED_S = 5.0  # a worker that was starting when its supervisor died keeps the lock until its record is written
@@ -24,10 +25,6 @@ LOCK_POLL_S = 0.05
 OUTPUT_BYTES_MAX = 16 << 20  # per worker, twice with the previous output
 
 Drain = Literal["none", "requested", "signalled"]
-
-
-class DirectoryUnusable(Exception):
-    """The state directory cannot be used. The message says why and what to do."""
 
 
 class SupervisedWorker(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,14 +51,14 @@ class WorkerDirectory:
     async def open(cls, folder: Path, locked_s: float = LOCKED_S) -> Self:
         """Create a missing directory, and lock it, waiting at most `locked_s` seconds.
 
-        Raises DirectoryUnusable if it cannot be written, or another supervisor uses it.
+        Raises ConfigError if it cannot be written, or another supervisor uses it.
         """
         lock = _opened_lock(folder)
         ends_s = runtime.monotonic_s() + locked_s
         try:
             while not _is_locked(lock):
                 if runtime.monotonic_s() >= ends_s:
-                    raise DirectoryUnusable(
+                    raise ConfigError(
                         f"another supervisor uses the state directory {folder}; stop it, or choose another `state`"
                     )
                 await asyncio.sleep(LOCK_POLL_S)
@@ -75,12 +72,12 @@ class WorkerDirectory:
         os.close(self.lock)
 
     def records(self) -> Iterator[SupervisedWorker]:
-        """Yield the record of each worker. Raises DirectoryUnusable for an unreadable record."""
+        """Yield the record of each worker. Raises ConfigError for an unreadable record."""
         for path in sorted(self._folder.glob("*/*.json")):
             try:
                 yield msgspec.json.decode(path.read_bytes(), type=SupervisedWorker)
             except (OSError, msgspec.MsgspecError) as error:
-                raise DirectoryUnusable(
+                raise ConfigError(
                     f"{path} is not the record of a worker: {error}; end the process in {path.stem}.process if it"
                     " still runs, then remove the file"
                 ) from error
@@ -134,7 +131,7 @@ def _opened_lock(folder: Path) -> int:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise DirectoryUnusable(f"the state directory {folder} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"the state directory {folder} cannot be written: {error.strerror}") from error
 
 
 def _is_locked(lock: int) -> bool:

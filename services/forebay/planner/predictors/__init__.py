@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from forebay.core.scaling.virtual_planner import Forecast
 from forebay.events.names import unknown_name
 from forebay.events.scaling import DemandForecast, PoolDemand, PoolObserved, ScalingObserved
+from forebay.runtime.errors import ConfigError
 
 Predict = Callable[[Sequence[float]], float]
 """Returns the next value of a series with at least one value, oldest first."""
@@ -60,10 +61,6 @@ def moving_average(series: Sequence[float]) -> float:
 NEEDED_BY_EXTRA = ("numpy", "statsmodels", "threadpoolctl")
 
 
-class PredictorUnusable(Exception):
-    """A predictor is unknown or cannot be used. The message says why."""
-
-
 def _arima() -> Predict:
     from forebay.planner.predictors.statistical import arima  # noqa: PLC0415 - an extra, which takes a second
 
@@ -86,9 +83,9 @@ PREDICTORS: dict[str, Callable[[], Predict]] = {
 
 
 def predictor(name: str) -> Forecast:
-    """Return the function that forecasts the next interval. Raises PredictorUnusable if there is none."""
+    """Return the function that forecasts the next interval. Raises ConfigError if there is none."""
     if name not in PREDICTORS:
-        raise PredictorUnusable(unknown_name("predictor", name, PREDICTORS))
+        raise ConfigError(unknown_name("predictor", name, PREDICTORS))
     try:
         predict = PREDICTORS[name]()
     except ModuleNotFoundError as error:
@@ -96,7 +93,7 @@ def predictor(name: str) -> Forecast:
         if package not in NEEDED_BY_EXTRA:
             raise
         install = "install it with: pip install 'forebay[planner]'"
-        raise PredictorUnusable(f"predictor {name!r} needs {package}; {install}") from error
+        raise ConfigError(f"predictor {name!r} needs {package}; {install}") from error
 
     def forecast(history: Sequence[ScalingObserved], observed: int) -> DemandForecast:
         return DemandForecast(predictor=name, observed=observed, pools=demand_of(history, predict))

@@ -7,8 +7,8 @@ import numpy as np
 
 from forebay.engine_model.timing import LinearTiming
 from forebay.events.scaling import DecodePoint, PrefillPoint
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.profiles.regression import Errors, fitted
-from forebay.simulate.profiles.sheets import ProfileUnusable
 
 POINTS_MIN = 3  # per stage; two points would fit any line
 US_PER_MS = 1_000.0
@@ -24,14 +24,14 @@ class MeasuredTiming(NamedTuple):
 
 
 def fit_measured(prefill: Sequence[PrefillPoint], decode: Sequence[DecodePoint], batched_tokens: int) -> MeasuredTiming:
-    """Return the linear timing with the smallest errors over all points. Raises ProfileUnusable for too few points.
+    """Return the linear timing with the smallest errors over all points. Raises ConfigError for too few points.
 
     A step has at most `batched_tokens` tokens, by which long prompts are divided.
     """
     for stage, points in (("prefill", prefill), ("decode", decode)):
         if len(points) < POINTS_MIN:
             text = f"an engine profile requires {POINTS_MIN} points of each stage, got {len(points)} of {stage}"
-            raise ProfileUnusable(text)
+            raise ConfigError(text)
     rows = np.array([*(_prompt(one, batched_tokens) for one in prefill), *map(_decoding, decode)], dtype=np.float64)
     times = np.array([*(one.ttft_ms for one in prefill), *(one.itl_ms for one in decode)]) * US_PER_MS
     (*costs, work), of_prefill, of_decode = fitted(rows, times, len(prefill))

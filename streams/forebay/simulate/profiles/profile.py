@@ -9,9 +9,10 @@ from typing import Annotated, Literal
 import msgspec
 
 from forebay.engine_model.timing import EngineTiming, LinearTiming, MockerTiming
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.field_descriptions import unknown_field
 from forebay.simulate.profiles.roofline import Assumptions, NumberFormats, kv_blocks, roofline
-from forebay.simulate.profiles.sheets import Gpu, ProfileUnusable, gpu_sheet, gpus_like, read_file, read_transformer
+from forebay.simulate.profiles.sheets import Gpu, gpu_sheet, gpus_like, read_file, read_transformer
 from forebay.simulate.tiers.settings import WorkerTiers
 
 MOCKER = "mocker"
@@ -74,7 +75,7 @@ class _Roofline(_File, frozen=True, kw_only=True, tag="roofline"):
 def load_profile(name: str) -> Profile:
     """Load an engine profile: the built-in one if `name` is its name, otherwise the profile file at this path.
 
-    Raises ProfileUnusable, a ValueError, if there is no such file, or its profile is invalid.
+    Raises ConfigError if there is no such file, or its profile is invalid.
     """
     if name == MOCKER:
         return Profile(timing=MockerTiming())
@@ -84,19 +85,19 @@ def load_profile(name: str) -> Profile:
         if gpus := gpus_like(name):
             reason += f'. For the GPU {" or ".join(gpus)} write a profile with kind = "roofline" and a model: '
             reason += "see docs/simulate.md"
-        raise ProfileUnusable(reason)
+        raise ConfigError(reason)
     try:
         raw = msgspec.toml.decode(read_file(path))
         if unknown := unknown_field(raw, _Mocker | _Linear | _Roofline, "key"):
-            raise ProfileUnusable(unknown)
+            raise ConfigError(unknown)
         described = msgspec.convert(raw, _Mocker | _Linear | _Roofline)
         profile = _profile(described, path)
-    except (msgspec.DecodeError, UnicodeDecodeError, ProfileUnusable) as error:
-        raise ProfileUnusable(f"{path}: {_in_terms_of_files(str(error))}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as error:
+        raise ConfigError(f"{path}: {_in_terms_of_files(str(error))}") from None
     except ValueError as error:
-        raise ProfileUnusable(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {error}") from None
     except RecursionError:
-        raise ProfileUnusable(f"{path}: nested too deeply") from None
+        raise ConfigError(f"{path}: nested too deeply") from None
     return msgspec.structs.replace(
         profile,
         name=described.name or path.stem,

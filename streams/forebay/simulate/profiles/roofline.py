@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from forebay.engine_model.timing import RooflineTiming
-from forebay.simulate.profiles.sheets import Gpu, ProfileUnusable, Transformer
+from forebay.runtime.errors import ConfigError
+from forebay.simulate.profiles.sheets import Gpu, Transformer
 
 GIB = 1 << 30
 ACTIVATION_BYTES = 2  # per element between layers: bf16
@@ -49,9 +50,9 @@ def roofline(
     """Return the step timing of a model's engine on `tensor_parallel` GPUs."""
     tflops = gpu.fp8_tflops if numbers.weights == "fp8" else gpu.bf16_tflops
     if tflops is None:
-        raise ProfileUnusable("the GPU does not support fp8: its data sheet has no fp8_tflops; use bf16 weights")
+        raise ConfigError("the GPU does not support fp8: its data sheet has no fp8_tflops; use bf16 weights")
     if model.heads % tensor_parallel:
-        raise ProfileUnusable(f"tensor_parallel = {tensor_parallel} does not divide {model.heads} attention heads")
+        raise ConfigError(f"tensor_parallel = {tensor_parallel} does not divide {model.heads} attention heads")
     weight = NUMBER_BYTES[numbers.weights] / tensor_parallel
     compute = 2 / tensor_parallel
     experts = model.layers * model.experts
@@ -92,7 +93,7 @@ def kv_blocks(
     room = gpu.memory_gib * GIB * assumed.memory_share - assumed.reserved_gib * GIB
     blocks = int((room - weights) // (kv_bytes_token(model, numbers, tensor_parallel) * block_size))
     if blocks < 1:
-        raise ProfileUnusable(
+        raise ConfigError(
             f"the weights take {weights / GIB:.1f} GiB on each of {tensor_parallel} GPUs, but {room / GIB:.1f} GiB are "
             "available for weights and KV cache; use more GPUs or smaller number formats"
         )

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import msgspec
 
 from forebay.events.names import unknown_name
+from forebay.runtime.errors import ConfigError
 
 Positive = Annotated[float, msgspec.Meta(gt=0.0)]
 FILE_BYTES_MAX = 1 << 20  # profiles and model configs have a few kilobytes
@@ -20,10 +21,6 @@ OTHER_LAYERS = {
     "mamba_d_state": "state spaces",
     "mamba_num_heads": "state spaces",
 }
-
-
-class ProfileUnusable(ValueError):
-    """An engine profile, or a file that it names, is invalid. The message says where and why."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,10 +57,10 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gpu_sheet(name: str) -> Gpu:
-    """Return the built-in data sheet of a GPU. Raises ProfileUnusable if there is no built-in sheet of this name."""
+    """Return the built-in data sheet of a GPU. Raises ConfigError if there is no built-in sheet of this name."""
     sheets = _sheets()
     if name not in sheets:
-        raise ProfileUnusable(unknown_name("GPU", name, sorted(sheets)))
+        raise ConfigError(unknown_name("GPU", name, sorted(sheets)))
     return sheets[name]
 
 
@@ -81,14 +78,14 @@ def read_transformer(path: Path) -> Transformer:
     try:
         config = msgspec.json.decode(read_file(path), type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProfileUnusable(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {error}") from None
     inner = config.get("text_config")
     if isinstance(inner, dict) and "hidden_size" not in config:
         config = {**config, **inner}
     try:
         return _transformer(config)
-    except ProfileUnusable as error:
-        raise ProfileUnusable(f"{path}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def read_file(path: Path) -> bytes:
@@ -97,25 +94,25 @@ def read_file(path: Path) -> bytes:
         with path.open("rb") as file:
             content = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
-        raise ProfileUnusable(f"{path}: {error.strerror}") from None
+        raise ConfigError(f"{path}: {error.strerror}") from None
     if len(content) > FILE_BYTES_MAX:
-        raise ProfileUnusable(f"{path}: the file is larger than {FILE_BYTES_MAX} bytes; is it the right file?")
+        raise ConfigError(f"{path}: the file is larger than {FILE_BYTES_MAX} bytes; is it the right file?")
     return content
 
 
 def _transformer(config: dict[str, Any]) -> Transformer:
     for key, what in OTHER_LAYERS.items():
         if config.get(key):
-            raise ProfileUnusable(f"{key}: the roofline model does not support {what}; fit a profile instead")
+            raise ConfigError(f"{key}: the roofline model does not support {what}; fit a profile instead")
     if config.get("decoder_sparse_step", 1) != 1 or config.get("first_k_dense_replace", 0):
         text = "the roofline model does not support a mix of layers with and without experts; fit a profile instead"
-        raise ProfileUnusable(text)
+        raise ConfigError(text)
     hidden, layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers")
     heads = _number(config, "num_attention_heads")
     kv_heads = _number(config, "num_key_value_heads", heads)
     head_dim = _number(config, "head_dim", hidden // heads)
     if heads % kv_heads:
-        raise ProfileUnusable(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})")
+        raise ConfigError(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})")
     matrices = _mlp_matrices(config)
     attention = 2 * hidden * (heads + kv_heads) * head_dim
     experts = next((_number(config, key) for key in ("num_local_experts", "num_experts") if config.get(key)), 0)
@@ -124,12 +121,12 @@ def _transformer(config: dict[str, Any]) -> Transformer:
         expert = matrices * hidden * _number(config, "moe_intermediate_size", _number(config, "intermediate_size", 0))
         mlp = hidden * experts + matrices * hidden * _number(config, "shared_expert_intermediate_size", 0)
         if not expert:
-            raise ProfileUnusable("a model with experts needs moe_intermediate_size or intermediate_size")
+            raise ConfigError("a model with experts needs moe_intermediate_size or intermediate_size")
     else:
         mlp = matrices * hidden * _number(config, "intermediate_size")
     active = _number(config, "num_experts_per_tok") if experts else 0
     if active > experts:
-        raise ProfileUnusable(f"num_experts_per_tok ({active}) exceeds the number of experts ({experts})")
+        raise ConfigError(f"num_experts_per_tok ({active}) exceeds the number of experts ({experts})")
     vocabulary = hidden * _number(config, "vocab_size")
     return Transformer(
         layers=layers,
@@ -153,14 +150,14 @@ def _mlp_matrices(config: dict[str, Any]) -> int:
         return 3
     if activation in PLAIN:
         return 2
-    raise ProfileUnusable(f"hidden_act: {unknown_name('activation', activation, sorted(GATED | PLAIN))}")
+    raise ConfigError(f"hidden_act: {unknown_name('activation', activation, sorted(GATED | PLAIN))}")
 
 
 def _number(config: dict[str, Any], key: str, default: int | None = None) -> int:
     value = config.get(key)
     value = default if value is None else value
     if value is None:
-        raise ProfileUnusable(f"missing key {key}, which every Llama-style model has")
+        raise ConfigError(f"missing key {key}, which every Llama-style model has")
     if not isinstance(value, int) or isinstance(value, bool) or value < (1 if default is None else 0):
-        raise ProfileUnusable(f"{key} must be a positive integer, not {value!r}")
+        raise ConfigError(f"{key} must be a positive integer, not {value!r}")
     return value

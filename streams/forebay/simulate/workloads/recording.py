@@ -22,7 +22,8 @@ from forebay.events.topics import DECISIONS, PROGRESS, REQUESTS
 from forebay.journal.groups import groups_of, pools_of
 from forebay.journal.reader import RecordedOrder, Validity, journal
 from forebay.journal.start import oldest_state
-from forebay.simulate.workload import Turn, WorkloadUnusable
+from forebay.runtime.errors import ConfigError
+from forebay.simulate.workload import Turn
 from forebay.simulate.workloads.source import RowErrors
 from forebay.transport.base import Log, LogError
 from forebay.transport.sqlite.log import SqliteLog
@@ -51,7 +52,7 @@ class RecordingFile:
             lengths = self._lengths(log)
             finished = [length for length in lengths if length != UNFINISHED]
             if lengths and not finished:
-                raise WorkloadUnusable(f"{self._path}: no request finished, so no response length is known")
+                raise ConfigError(f"{self._path}: no request finished, so no response length is known")
             median = max(1, round(statistics.median(finished))) if finished else 1
             hints = number = begin_us = 0
             for now_us, event in _story(log, self._partition):
@@ -88,12 +89,12 @@ class RecordingFile:
         if len(groups) != 1:
             names = ", ".join(sorted(groups)) or "none"
             reason = f"contains the groups {names}; expected one: record a single group with `--group`"
-            raise WorkloadUnusable(f"{self._path}: {reason}")
+            raise ConfigError(f"{self._path}: {reason}")
         (partition,) = groups.values()
         sizes = sorted({pool.block_size for pool in await pools_of(log, partition)})
         if len(sizes) != 1:
             found = " and ".join(map(str, sizes)) or "no"
-            raise WorkloadUnusable(f"{self._path}: got {found} tokens per block in its pools; expected one size")
+            raise ConfigError(f"{self._path}: got {found} tokens per block in its pools; expected one size")
         return partition, sizes[0]
 
     @contextmanager
@@ -105,7 +106,7 @@ class RecordingFile:
             finally:
                 log.close()
         except LogError as error:
-            raise WorkloadUnusable(str(error)) from error
+            raise ConfigError(str(error)) from error
 
 
 def _turn(number: int, at_us: int, event: RequestSubmitted, output_tokens: int, block_tokens: int) -> Turn:

@@ -14,7 +14,8 @@ from typing import Annotated
 
 import msgspec
 
-from forebay.simulate.workload import Turn, WorkloadUnusable
+from forebay.runtime.errors import ConfigError
+from forebay.simulate.workload import Turn
 from forebay.simulate.workloads.source import (
     BLOCK_ID_MAX,
     NOT_JSON,
@@ -151,7 +152,7 @@ class RowFile:
                         row = msgspec.structs.replace(row, timestamp=None)
                     yield _turn(row, number, tuple(number_of[one] for one in plan.after(at)))
         except (OSError, *NOT_JSON) as error:
-            raise WorkloadUnusable(f"{self._path}: the file changed while it was read ({error})") from error
+            raise ConfigError(f"{self._path}: the file changed while it was read ({error})") from error
 
     def _misnamed(self, ids: Sequence[int], tokens: int) -> str:
         """Return why a prompt of `tokens` tokens cannot have these block ids; empty if it can."""
@@ -246,17 +247,17 @@ def _turn(row: LinkedRow | MooncakeRow, number: int, after: tuple[int, ...]) -> 
 def _header(path: Path) -> WorkloadHeader:
     first = next(lines(path), None)
     if first is None:
-        raise WorkloadUnusable(f"{path}: is empty")
+        raise ConfigError(f"{path}: is empty")
     try:
         header = msgspec.json.decode(first[2], type=WorkloadHeader)
     except NOT_JSON as error:
-        raise WorkloadUnusable(f"{path}, line 1: invalid workload header ({error})") from error
+        raise ConfigError(f"{path}, line 1: invalid workload header ({error})") from error
     if header.format != FORMAT or header.version != VERSION:
         text = f"got format {header.format!r}, version {header.version}; expected {FORMAT!r}, version {VERSION}"
-        raise WorkloadUnusable(f"{path}, line 1: {text}")
+        raise ConfigError(f"{path}, line 1: {text}")
     if not 1 <= header.block_tokens <= BLOCK_TOKENS_MAX:
         reason = f"got block_tokens {header.block_tokens}; must be 1 to {BLOCK_TOKENS_MAX}"
-        raise WorkloadUnusable(f"{path}, line 1: {reason}")
+        raise ConfigError(f"{path}, line 1: {reason}")
     return header
 
 
@@ -268,7 +269,7 @@ def _mentions(path: Path, needles: tuple[bytes, ...]) -> bool:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
                 return any(text.find(needle) >= 0 for needle in needles)
     except (OSError, ValueError) as error:
-        raise WorkloadUnusable(f"{path}: cannot be read ({error})") from error
+        raise ConfigError(f"{path}: cannot be read ({error})") from error
 
 
 def encode_workload(turns: Iterable[Turn], header: WorkloadHeader) -> Iterator[bytes]:

@@ -6,7 +6,8 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from forebay.simulate.workload import Survey, Turn, WorkloadUnusable
+from forebay.runtime.errors import ConfigError
+from forebay.simulate.workload import Survey, Turn
 
 REASONS_MAX = 20  # enough to see what is wrong with a file
 PROMPT_TOKENS_MAX = 1 << 24  # far beyond any model's context; such a prompt takes 64 MiB
@@ -34,17 +35,17 @@ def lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
                 number += 1
                 if number == 1:
                     if b"\0" in line:
-                        raise WorkloadUnusable(f"{path}: is not UTF-8 text")
+                        raise ConfigError(f"{path}: is not UTF-8 text")
                     if line.startswith(BOM):
                         at, line = len(BOM), line[len(BOM) :]
                 if len(line) == LINE_BYTES_MAX:
-                    raise WorkloadUnusable(f"{path}, line {number}: the line is longer than {LINE_BYTES_MAX >> 20} MiB")
+                    raise ConfigError(f"{path}, line {number}: the line is longer than {LINE_BYTES_MAX >> 20} MiB")
                 text = line.strip()
                 if text:
                     yield number, at, text
                 at += len(line)
     except OSError as error:
-        raise WorkloadUnusable(f"{path}: cannot be read ({error.strerror})") from error
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 class RowErrors:
@@ -62,10 +63,10 @@ class RowErrors:
         self._reasons: list[str] = []
 
     def report(self, reason: str) -> None:
-        """Report that the current row cannot be played. Raises WorkloadUnusable if bad rows are not to be skipped."""
+        """Report that the current row cannot be played. Raises ConfigError if bad rows are not to be skipped."""
         text = f"{self.file}, {self.unit} {self.row}: {reason}"
         if not self._skip:
-            raise WorkloadUnusable(f"{text}; correct the row, or skip such rows with --skip-bad-rows")
+            raise ConfigError(f"{text}; correct the row, or skip such rows with --skip-bad-rows")
         self._skipped += 1
         if len(self._reasons) < REASONS_MAX:
             self._reasons.append(text)
@@ -74,10 +75,10 @@ class RowErrors:
         """Return the summary of the workload, with the errors that were reported."""
         return Survey(requests=requests, skipped=self._skipped, reasons=self._reasons, notes=notes)
 
-    def empty_workload(self, name: str) -> WorkloadUnusable:
+    def empty_workload(self, name: str) -> ConfigError:
         """Return the error for a workload without a playable request."""
         skipped = f"; {self._skipped} rows were skipped, the first one: {self._reasons[0]}" if self._skipped else ""
-        return WorkloadUnusable(f"{name}: contains no request to play{skipped}")
+        return ConfigError(f"{name}: contains no request to play{skipped}")
 
 
 class WorkloadSource(Protocol):
@@ -98,11 +99,11 @@ def require_readable(path: Path) -> Path:
     try:
         if not path.is_file() and not path.is_dir() and path.exists():
             reason = "is a pipe or a device, which cannot be read twice; write its contents to a file"
-            raise WorkloadUnusable(f"{path}: {reason}")
+            raise ConfigError(f"{path}: {reason}")
         with path.open("rb"):
             return path
     except (OSError, ValueError) as error:  # ValueError: an invalid file name
-        raise WorkloadUnusable(f"{path}: cannot be read ({getattr(error, 'strerror', error)})") from error
+        raise ConfigError(f"{path}: cannot be read ({getattr(error, 'strerror', error)})") from error
 
 
 def invalid_lengths(prompt_tokens: int, output_tokens: int) -> str:

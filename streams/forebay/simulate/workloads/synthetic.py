@@ -18,7 +18,8 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from forebay.events.names import unknown_name
-from forebay.simulate.workload import Turn, WorkloadUnusable
+from forebay.runtime.errors import ConfigError
+from forebay.simulate.workload import Turn
 from forebay.simulate.workloads.draws import US_PER_S, Arrivals, Lengths, bursty, diurnal, poisson
 from forebay.simulate.workloads.source import OUTPUT_TOKENS_MAX, PROMPT_TOKENS_MAX, TIME_MS_MAX, US_PER_MS, RowErrors
 
@@ -84,7 +85,7 @@ class Synthetic:
             at_us = next(times)
             if at_us > TIME_MS_MAX * 1_000:
                 text = f"{self.name}: request {number} would arrive after more than 100 years"
-                raise WorkloadUnusable(f"{text}; use a higher rate or fewer requests")
+                raise ConfigError(f"{text}; use a higher rate or fewer requests")
             for turn in self._session(session, at_us, number, choices, lengths):
                 if number == recipe.requests:
                     break
@@ -166,7 +167,7 @@ class Synthetic:
                 raise ValueError(f"beyond {LENGTH_MAX:g}")
             return Lengths(float(mean), float(p99) if slash else None)
         except ValueError as error:
-            raise WorkloadUnusable(f"{self.name}: {setting}={text}: {error}; expected MEAN or MEAN/P99") from None
+            raise ConfigError(f"{self.name}: {setting}={text}: {error}; expected MEAN or MEAN/P99") from None
 
 
 def _recipe(text: str) -> SyntheticSettings:
@@ -175,10 +176,10 @@ def _recipe(text: str) -> SyntheticSettings:
         setting, equals, value = one.partition("=")
         if setting not in SyntheticSettings.__struct_fields__:
             reason = unknown_name("setting", setting, SyntheticSettings.__struct_fields__)
-            raise WorkloadUnusable(f"synthetic:{text}: {reason}")
+            raise ConfigError(f"synthetic:{text}: {reason}")
         if not equals or setting in settings:
             reason = "duplicate setting" if equals else "expected setting=value, got"
-            raise WorkloadUnusable(f"synthetic:{text}: {reason} {one!r}")
+            raise ConfigError(f"synthetic:{text}: {reason} {one!r}")
         settings[setting] = value
     try:
         return msgspec.convert(settings, SyntheticSettings, strict=False)
@@ -187,7 +188,7 @@ def _recipe(text: str) -> SyntheticSettings:
         kind = get_type_hints(SyntheticSettings)[setting]
         if get_origin(kind) is Literal:
             reason = f"expected one of {', '.join(get_args(kind))}"
-        raise WorkloadUnusable(f"synthetic:{text}: {setting}={settings[setting]}: {reason}") from None
+        raise ConfigError(f"synthetic:{text}: {setting}={settings[setting]}: {reason}") from None
 
 
 def _id(name: str) -> int:

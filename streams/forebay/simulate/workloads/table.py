@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from forebay.events.names import unknown_name
-from forebay.simulate.workload import Turn, WorkloadUnusable
+from forebay.runtime.errors import ConfigError
+from forebay.simulate.workload import Turn
 from forebay.simulate.workloads.source import (
     NOT_JSON,
     TIME_MS_MAX,
@@ -41,18 +42,18 @@ WHOLE = re.compile(r"-?\d{1,18}", re.ASCII)
 
 
 def columns_of(text: str) -> dict[str, str]:
-    """Parse `--columns`. Raises WorkloadUnusable if a field is unknown, duplicate or missing."""
+    """Parse `--columns`. Raises ConfigError if a field is unknown, duplicate or missing."""
     columns: dict[str, str] = {}
     for one in text.split(","):
         field, equals, name = one.partition("=")
         if field not in FIELDS:
-            raise WorkloadUnusable(f"--columns {text}: {unknown_name('field', field, FIELDS)}")
+            raise ConfigError(f"--columns {text}: {unknown_name('field', field, FIELDS)}")
         if not equals or not name or field in columns:
             reason = "duplicate field" if field in columns else "expected FIELD=NAME, got"
-            raise WorkloadUnusable(f"--columns {text}: {reason} {one!r}")
+            raise ConfigError(f"--columns {text}: {reason} {one!r}")
         columns[field] = name
     if missing := [field for field in REQUIRED if field not in columns]:
-        raise WorkloadUnusable(f"--columns {text}: missing field {missing[0]}, as in {missing[0]}=NAME")
+        raise ConfigError(f"--columns {text}: missing field {missing[0]}, as in {missing[0]}=NAME")
     return columns
 
 
@@ -112,7 +113,7 @@ class TableFile:
             if header is None and not is_json:
                 header = _fields(line) or []
                 if missing := [name for name in self._columns.values() if name not in header]:
-                    raise WorkloadUnusable(f"{self._path}, line 1: {unknown_name('column', missing[0], header)}")
+                    raise ConfigError(f"{self._path}, line 1: {unknown_name('column', missing[0], header)}")
                 continue
             try:
                 row = msgspec.json.decode(line, type=dict[str, Any]) if header is None else _fields(line)
