@@ -18,7 +18,7 @@ from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
 from forebay.events.tokens import ResponseEnded, TokensEmitted
 from forebay.events.topics import DECISIONS, REQUESTS, TOKENS, Topic
 from forebay.live.owner.owner import GroupSettings, Owner
-from forebay.live.router.standby import Standby
+from forebay.live.standby import Standby
 from forebay.transport.base import Draft, Leases, Log
 from forebay.transport.redis.leases import embedded_leases
 from forebay.transport.sqlite.log import SqliteLog

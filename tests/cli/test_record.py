@@ -28,9 +28,9 @@ from forebay.replay.record import slice as record
 from forebay.replay.restore import RestoredGroup
 from forebay.replay.verify.golden import check_recording
 from forebay.transport.base import Draft
-from forebay.transport.recording.manifest import utc
-from forebay.transport.recording.writer import part_of
 from forebay.transport.sqlite.log import SqliteLog
+from forebay.transport.sqlite.recording import utc
+from forebay.transport.sqlite.recording_writer import part_of
 from forebay.transport.sqlite.schema import checksum
 from tests.cli.in_process import error_of, forebay
 from tests.cli.logs import US, at, invoke, made

@@ -20,7 +20,7 @@ from forebay.core.state.reply_slot import ResponseState, apply
 from forebay.core.world import World
 from forebay.events.codec import DecodeError, decode
 from forebay.events.topics import CONTROL, FLEET, PROGRESS, REQUESTS, TOKENS
-from forebay.live.router.standby import Standby
+from forebay.live.standby import Standby
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Log, LogError, Record
 from tests.faults.broker import Broker, Faults

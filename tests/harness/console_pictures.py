@@ -22,7 +22,7 @@ from forebay.events.fleet import WorkerLost, WorkerSuspect
 from forebay.events.topics import CONTROL, Topic
 from forebay.replay.record.slice import Window, contents_of, copy, slice_of
 from forebay.runtime import use
-from forebay.transport.recording.writer import RecordingWriter
+from forebay.transport.sqlite.recording_writer import RecordingWriter
 from tests.console.pages import console_on, page_of
 from tests.harness.browser import launched
 from tests.logs.stage import BEGINS_US, BLOCK, MODEL, TICK_US, Stage, StageWorker, StoppedTime

@@ -11,8 +11,8 @@ from contextlib import closing
 from pathlib import Path
 
 from forebay.events.schema import document, registry
-from forebay.transport.recording.manifest import TABLES
 from forebay.transport.sqlite import schema as sqlite_schema
+from forebay.transport.sqlite.recording import TABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 REGISTRY = ROOT / "schemas/forebay/events/registry"

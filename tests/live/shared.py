@@ -21,13 +21,13 @@ from forebay.events.topics import DECISIONS, FLEET
 from forebay.journal import reader
 from forebay.journal import snapshots as recorded_snapshots
 from forebay.journal.reader import Validity, journal
+from forebay.live import standby
 from forebay.live.owner import owner, snapshots
 from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import Owner
 from forebay.live.owner.start_check import open_checked
-from forebay.live.router import standby
 from forebay.live.router.router import Router, RouterSettings
-from forebay.live.router.standby import AbandonedTail, Standby
+from forebay.live.standby import AbandonedTail, Standby
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft, Lease, Log, Record, Tail, Wake
 from forebay.transport.directory import Directory

@@ -30,10 +30,10 @@ from forebay.events.requests import RoutingHints
 from forebay.events.topics import PROGRESS, TOKENS, work_topic
 from forebay.events.transfer import Prefilled
 from forebay.events.work import ReleaseKv, WorkCancelled, WorkItem
+from forebay.live import standby
 from forebay.live.owner.effects import encode_effects
 from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.ttft_metrics import DurationHistogram
-from forebay.live.router import standby
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.kv import KvSettings

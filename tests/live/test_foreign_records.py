@@ -33,7 +33,7 @@ from forebay.journal.start import recorded_view
 from forebay.live.owner import snapshots
 from forebay.live.owner.owner import Owner, OwnershipLost
 from forebay.live.router.router import ReadinessMetrics, Router, ready
-from forebay.live.router.standby import AbandonedTail, Standby
+from forebay.live.standby import AbandonedTail, Standby
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Draft, LogError
 from forebay.transport.heartbeats import RouterHeartbeats

@@ -20,8 +20,7 @@ from forebay.events.topics import FLEET, GROUPS, work_topic
 from forebay.events.work import WorkCancelled
 from forebay.live.owner.ingress_presence import IngressPresence
 from forebay.live.owner.lease_judgement import TTL_UNKNOWN_MS, LeaseJudge, ObservedTime, Standing
-from forebay.live.owner.metrics import PlacementMetrics
-from forebay.live.router.placement import GroupPlacement
+from forebay.live.router.placement import GroupPlacement, PlacementMetrics
 from forebay.transport.base import Draft, Lease
 from forebay.transport.directory import Directory
 from forebay.transport.redis.leases import RedisLeases, embedded_leases

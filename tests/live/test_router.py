@@ -17,8 +17,8 @@ from forebay.events.topics import DECISIONS, HEARTBEATS
 from forebay.live.owner.owner import Owner
 from forebay.live.router import succession
 from forebay.live.router.router import ReadinessMetrics, Router, ready
-from forebay.live.router.standby import Standby
 from forebay.live.router.succession import BACKOFF_S, STEADY_S, Backoff, Succession
+from forebay.live.standby import Standby
 from forebay.transport.base import Draft, Log, LogError, Record
 from forebay.transport.heartbeats import OWNER_SILENT_S, STANDBY_SILENT_S, HeartbeatMetrics, RouterHeartbeats
 from forebay.transport.redis.leases import embedded_leases

@@ -21,9 +21,9 @@ from forebay.events.fleet import WorkerLost
 from forebay.events.shadow import DecisionShadowed, ShadowEvent, ShadowStarted
 from forebay.events.topics import DECISIONS, SHADOW, topic_named
 from forebay.journal.reader import OtherRules
-from forebay.live.router.standby import RecoveryDiverged
 from forebay.live.shadow import shadow as shadow_module
 from forebay.live.shadow.shadow import Shadow, ShadowMetrics, ShadowSettings, TopicSink
+from forebay.live.standby import RecoveryDiverged
 from forebay.transport.base import Draft, LogError, Record
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, Driver, histories, perform_all, request

@@ -16,7 +16,7 @@ from forebay.events.topics import KV_EVENTS, REQUESTS, SNAPSHOTS
 from forebay.journal.snapshots import OtherState, load_snapshot
 from forebay.live.owner import snapshots
 from forebay.live.owner.owner import Owner
-from forebay.live.router.standby import Standby
+from forebay.live.standby import Standby
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog

@@ -22,11 +22,11 @@ from forebay.journal import reader as recorded
 from forebay.journal.reader import OtherRules, Validity, journal
 from forebay.journal.snapshots import OtherState
 from forebay.journal.start import recorded_view
+from forebay.live import standby as standby_module
 from forebay.live.owner.owner import Owner, OwnershipLost
 from forebay.live.router import faust_feed
-from forebay.live.router import standby as standby_module
 from forebay.live.router.faust_feed import FaustLog, FedTail, Feed
-from forebay.live.router.standby import AbandonedTail, RecoveryDiverged, Standby
+from forebay.live.standby import AbandonedTail, RecoveryDiverged, Standby
 from forebay.replay.spans import OtherSpan
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Draft, Log, LogError, Record

@@ -14,10 +14,10 @@ from forebay.journal.groups import groups_of
 from forebay.replay.record.slice import OnProgress, Window, contents_of, copy, slice_of
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft, Log, Record
-from forebay.transport.recording.manifest import Contents
-from forebay.transport.recording.writer import RecordingWriter
 from forebay.transport.sqlite import schema
 from forebay.transport.sqlite.log import SqliteLog
+from forebay.transport.sqlite.recording import Contents
+from forebay.transport.sqlite.recording_writer import RecordingWriter
 from tests.system import MODEL, System, submitted, until, until_ended
 
 PREFIX = list(range(16))

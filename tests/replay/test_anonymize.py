@@ -29,9 +29,9 @@ from forebay.replay.read_only import SliceLog
 from forebay.replay.record.slice import Window, contents_of, slice_of
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft, LogError
-from forebay.transport.recording.manifest import Extent
-from forebay.transport.recording.writer import part_of
 from forebay.transport.sqlite.log import LogUnusable, SqliteLog
+from forebay.transport.sqlite.recording import Extent
+from forebay.transport.sqlite.recording_writer import part_of
 from tests.core.worlds import PROMPTS, joined, request, said_of
 from tests.depth import sampled
 from tests.replay.owner_histories import GARBAGE, WrittenDriver, dense_history, log_with, owner_histories, played
@@ -309,7 +309,7 @@ async def test_the_file_contains_no_client_content(log: SqliteLog, out: Path) ->
 KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from forebay.transport.recording.writer import RecordingWriter
+from forebay.transport.sqlite.recording_writer import RecordingWriter
 from forebay.transport.sqlite.log import SqliteLog
 from tests.replay.test_anonymize import written
 

@@ -27,8 +27,8 @@ from forebay.replay.at import JournalDiverged, NoSuchRecord, last_time, offset_a
 from forebay.replay.moment import LaterFacts, Moment
 from forebay.runtime.system import SystemRuntime
 from forebay.transport.base import Draft, LogError
-from forebay.transport.recording.manifest import utc
 from forebay.transport.sqlite.log import SqliteLog
+from forebay.transport.sqlite.recording import utc
 from tests.cli.logs import invoke
 from tests.core.worlds import PROMPTS, histories, perform, request
 from tests.depth import examples, sampled

@@ -21,8 +21,8 @@ from forebay.replay.diff.report import DiffReport
 from forebay.replay.record.slice import Window
 from forebay.replay.walk import Start, oldest
 from forebay.transport.base import LogError
-from forebay.transport.recording.manifest import utc
 from forebay.transport.sqlite.log import SqliteLog
+from forebay.transport.sqlite.recording import utc
 from tests.cli.logs import invoke
 from tests.core.worlds import PROMPTS, request
 from tests.logs import recordings

@@ -36,8 +36,8 @@ from forebay.replay.record.slice import copy
 from forebay.replay.verify.golden import check_recording
 from forebay.replay.verify.verify import VerifyReport
 from forebay.transport.base import LogError, Record
-from forebay.transport.recording.writer import RecordingWriter
 from forebay.transport.sqlite.log import SqliteLog
+from forebay.transport.sqlite.recording_writer import RecordingWriter
 from tests.logs import recordings
 from tests.logs.disaggregation import DIGESTS
 from tests.logs.own_policy import CUSTOM, CheapestTwo

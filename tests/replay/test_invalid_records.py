@@ -24,7 +24,7 @@ from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.journal.reader import Validity, journal
 from forebay.journal.snapshots import load_snapshot, newest_snapshot
 from forebay.journal.start import EMPTY_STATE, recorded_view
-from forebay.live.router.standby import RecoveryDiverged, Standby
+from forebay.live.standby import RecoveryDiverged, Standby
 from forebay.replay.at import seek
 from forebay.replay.checks import FOREIGN_PROGRESS, FOREIGN_RECORDS
 from forebay.replay.explain.find import find

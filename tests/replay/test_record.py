@@ -22,10 +22,9 @@ from forebay.replay.record.slice import NothingDecided, Window, offset_at, slice
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.replay.walk import Start, Walk
 from forebay.transport.base import Draft, Log, LogError, Record
-from forebay.transport.recording import manifest as recording
-from forebay.transport.recording.writer import RecordingWriter, part_of
-from forebay.transport.sqlite import schema
+from forebay.transport.sqlite import recording, schema
 from forebay.transport.sqlite.log import LogUnusable, SqliteLog
+from forebay.transport.sqlite.recording_writer import RecordingWriter, part_of
 from tests.depth import sampled
 from tests.replay.owner_histories import WrittenDriver, log_with
 from tests.replay.slices import (
@@ -297,7 +296,7 @@ def test_an_interrupted_copy_resumes_to_the_same_recording(
     verified(out)
 
 
-@pytest.mark.parametrize("step", ["forebay.transport.recording.manifest.seal", "pathlib.Path.rename"])
+@pytest.mark.parametrize("step", ["forebay.transport.sqlite.recording.seal", "pathlib.Path.rename"])
 def test_a_writer_that_stops_before_renaming_its_recording(log: SqliteLog, out: Path, step: str) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(step, stop)

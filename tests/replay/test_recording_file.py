@@ -14,9 +14,9 @@ from forebay.events.decisions import RequestRouted
 from forebay.events.topics import DECISIONS
 from forebay.replay.record.slice import Window
 from forebay.transport.base import Draft, LogError
-from forebay.transport.recording.manifest import require_sealed, seal
 from forebay.transport.sqlite import schema
 from forebay.transport.sqlite.log import CorruptRecord, LogUnusable, MissingRecords, SqliteLog
+from forebay.transport.sqlite.recording import require_sealed, seal
 from tests.depth import sampled
 from tests.replay.slices import journal_of, opened, report_of, run, sliced
 

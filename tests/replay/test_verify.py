@@ -44,8 +44,8 @@ from forebay.replay.record.slice import Window
 from forebay.replay.verify.divergence import DivergenceReport
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Draft, LogError
-from forebay.transport.recording.writer import RecordingWriter
 from forebay.transport.sqlite.log import SqliteLog
+from forebay.transport.sqlite.recording_writer import RecordingWriter
 from tests.benchmarks.recordings import Shape, write_recording
 from tests.cli.up import forebay as process
 from tests.core.worlds import commanded

@@ -19,8 +19,8 @@ from forebay.events.requests import Sampling
 from forebay.events.tokens import Embedded, ResponseEnded
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.workers.engine import EngineError, EngineRefused
-from forebay.workers.engines.service import engine as service_engine
-from forebay.workers.engines.service.engine import ServiceEngine
+from forebay.workers.engines import service_engine
+from forebay.workers.engines.service_engine import ServiceEngine
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.runtime.metrics import WorkerMetrics
 from forebay.workers.runtime.worker import Worker

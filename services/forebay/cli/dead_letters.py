@@ -23,8 +23,8 @@ from forebay.transport.base import Log, Record
 from forebay.transport.dead_letters import Letter, NotRetriable, append_retry, letters, original, read_letter, retry_of
 from forebay.transport.kafka.topics import partitions_of
 from forebay.transport.readable import readable
-from forebay.transport.recording.manifest import utc
 from forebay.transport.sqlite.log import SqliteLog
+from forebay.transport.sqlite.recording import utc
 
 PLACE = re.compile(r"(?:(\d{1,9})/)?(\d{1,18})")
 REASON_CHARS = 80  # in the table; `--letter` prints the whole reason

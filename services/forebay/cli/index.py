@@ -21,7 +21,7 @@ from forebay.events.kv import BlocksStored, StoreBlocksAdded, Tier
 from forebay.events.names import unknown_name
 from forebay.events.snapshots import IndexBlocks, StoreBlocks
 from forebay.events.topics import DECISIONS
-from forebay.live.router.standby import Standby
+from forebay.live.standby import Standby
 
 EVENT_HASHES_MAX = 8_192  # about 90 kB per line
 DUMPED = "index"  # stands for the workers that reported the blocks of shared stores, which the index does not keep

@@ -23,7 +23,7 @@ from forebay.transport.directory import Directory
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import count_topics
 from forebay.transport.models import ModelStore, cards_in_use
-from forebay.transport.recording.manifest import utc
+from forebay.transport.sqlite.recording import utc
 
 DIGEST = re.compile("[0-9a-f]{8,64}")  # at least so many digits, so that a short name of a model is no digest
 SHOWN_DIGITS = 16

@@ -41,9 +41,9 @@ from forebay.replay.scaling.journal import has_scaling
 from forebay.replay.verify.verify import VerifyReport, include_scaling, verify
 from forebay.transport.base import Log
 from forebay.transport.kafka.log import KafkaLog
-from forebay.transport.recording.manifest import Contents, Extent, utc
-from forebay.transport.recording.writer import RecordingWriter, require_free
 from forebay.transport.sqlite.log import SqliteLog
+from forebay.transport.sqlite.recording import Contents, Extent, utc
+from forebay.transport.sqlite.recording_writer import RecordingWriter, require_free
 
 OF_NAMESPACE = {GROUPS.name, SCALING.name}  # topics that belong to no group
 

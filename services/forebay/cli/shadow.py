@@ -23,8 +23,8 @@ from forebay.events.base import hex_digest
 from forebay.events.codec import encode
 from forebay.events.shadow import ShadowEvent
 from forebay.events.topics import DECISIONS, SHADOW
-from forebay.live.router.standby import RecoveryDiverged
 from forebay.live.shadow.shadow import Shadow, ShadowMetrics, ShadowSettings, ShadowSink, TopicSink
+from forebay.live.standby import RecoveryDiverged
 from forebay.processes.metrics_server import metrics_served, process_registry
 from forebay.processes.service import until_signal
 from forebay.transport.kafka.position import KafkaPosition

@@ -24,7 +24,7 @@ from forebay.replay.at import JournalDiverged
 from forebay.replay.policies import require_allowed
 from forebay.replay.status import GroupStatus, OwnerStatus, RankStatus, WorkerStatus, read_status, with_heartbeats
 from forebay.transport.heartbeats import RouterHeartbeats
-from forebay.transport.recording.manifest import utc
+from forebay.transport.sqlite.recording import utc
 
 DERIVED_WITHIN_S = 30.0  # an ingress on Kafka derives the status from the log
 HEARTBEATS_S = 2.5  # standbys write a heartbeat every second

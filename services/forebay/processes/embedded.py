@@ -35,10 +35,10 @@ from forebay.ingress.ingress import Ingress
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
 from forebay.ingress.served import OneModel, ServedModels
+from forebay.live.heartbeats import owner_heartbeat
 from forebay.live.owner.owner import Owner
 from forebay.live.owner.retention import Retention, RetentionMetrics
 from forebay.live.owner.start_check import open_checked
-from forebay.live.router.heartbeats import owner_heartbeat
 from forebay.processes.embedded_group import EmbeddedGroup, EmbeddedSettings, EngineRestarts
 from forebay.processes.listening import Hosts, listening
 from forebay.processes.metrics_server import process_registry

@@ -28,7 +28,7 @@ from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.live.owner.retention import RetentionLimits
 from forebay.live.owner.start_check import CheckedLog
-from forebay.live.router.standby import Standby
+from forebay.live.standby import Standby
 from forebay.processes.engines import EngineChoice, built, with_own_disk
 from forebay.replay.status import GroupStatus, missing_worker, owner_status
 from forebay.runtime.errors import ConfigError, cause_of

@@ -25,7 +25,7 @@ from forebay.workers.engines.engine_process import engine_process
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.kv import KvSettings
 from forebay.workers.engines.mock.outputs import OutputScripts
-from forebay.workers.engines.service.engine import ServiceEngine
+from forebay.workers.engines.service_engine import ServiceEngine
 from forebay.workers.engines.settings import EngineSettings, pool_of
 from forebay.workers.engines.standin_encoder import StandInEncoder
 from forebay.workers.kv_transfer.api import NIXL

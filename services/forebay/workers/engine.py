@@ -14,7 +14,6 @@ from forebay.events.progress import OnboardedTokens
 from forebay.events.tokens import ResponseError
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
-from forebay.workers.kv_transfer.api import Stats
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
@@ -225,11 +224,3 @@ class StoreEngine(Protocol):
         The worker announces these blocks when a new worker epoch begins, and when an owner becomes able to read the
         announcement. Later changes are in `EngineBatch.store_changes`.
         """
-
-
-@runtime_checkable
-class KvMover(Protocol):
-    """Engine that transfers KV with forebay's own transport, and so has statistics of the transfers."""
-
-    def kv_stats(self) -> Stats:
-        """Return the statistics of KV transfers since the start of the engine, over all worker epochs."""

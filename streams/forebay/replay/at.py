@@ -54,7 +54,7 @@ from forebay.replay.moment import (
 )
 from forebay.replay.walk import LogStates, Start, States, StateTime, Step, Walk
 from forebay.transport.base import Log, LogError, NotDerivable, records_of
-from forebay.transport.recording.manifest import utc
+from forebay.transport.sqlite.recording import utc
 
 LOST_MAX = 1_024  # only the most recently lost workers are reported
 PAGE_RECORDS = 512

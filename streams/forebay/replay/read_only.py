@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from forebay.transport.base import Draft, Log, LogError, Record, Tail, Wake
-from forebay.transport.recording.manifest import Extent
+from forebay.transport.sqlite.recording import Extent
 
 
 class ReadOnlyLog:

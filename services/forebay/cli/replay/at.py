@@ -23,7 +23,7 @@ from forebay.events.decisions import JournalRecord, RequestRouted
 from forebay.replay.at import JournalDiverged, Position, last_time, seek_record, seek_time
 from forebay.replay.moment import LossFacts, Moment, PoolFacts, RankFacts, RequestFacts
 from forebay.transport.base import Log
-from forebay.transport.recording.manifest import utc
+from forebay.transport.sqlite.recording import utc
 
 CLOCK_DIGITS_MAX = 19  # a time in microseconds, as in records
 LOST_SHOWN_MAX = 8

@@ -31,7 +31,7 @@ from forebay.replay.explain.explanation import (
 )
 from forebay.replay.explain.find import OnProgress, UnknownRequest
 from forebay.replay.moment import flat
-from forebay.transport.recording.manifest import utc
+from forebay.transport.sqlite.recording import utc
 
 CANDIDATES_SHOWN = 10  # number of the cheapest candidates shown; --all shows all
 LEFT_OUT_SHOWN = 5  # maximum number of lines about excluded ranks

@@ -8,7 +8,6 @@ from typing import Any
 from forebay.events.control import Role
 from forebay.workers.kv_tiers.settings import TierSettings
 
-PROCESSES_MAX = 256  # processes that one command starts
 DEFAULT_POOL = "default"
 START_S = 600.0  # vLLM waits as long for its engine core
 

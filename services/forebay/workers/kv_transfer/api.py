@@ -7,7 +7,7 @@ reader) fetches some or all of these blocks into its own slots, and notifies the
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -88,3 +88,11 @@ class Stats(msgspec.Struct, kw_only=True):
         self.read_us += fetch.us
         bucket = bisect_left(BUCKETS_S, fetch.us / 1e6)
         self.took[bucket] = self.took.get(bucket, 0) + 1
+
+
+@runtime_checkable
+class KvMover(Protocol):
+    """Engine that transfers KV with forebay's own transport, and so has statistics of the transfers."""
+
+    def kv_stats(self) -> Stats:
+        """Return the statistics of KV transfers since the start of the engine, over all worker epochs."""

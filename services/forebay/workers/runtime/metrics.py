@@ -8,8 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from forebay import runtime
-from forebay.workers.engine import KvMover
-from forebay.workers.kv_transfer.api import BUCKETS_S, REASONS, FreeReason, Stats
+from forebay.workers.kv_transfer.api import BUCKETS_S, REASONS, FreeReason, KvMover, Stats
 from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.worker import Worker
 

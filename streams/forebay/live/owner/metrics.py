@@ -20,8 +20,6 @@ from forebay.core.state.prefix_index import APPLIED
 from forebay.events.decisions import PrefillReason, Stage
 from forebay.live.owner.owner import Owner
 from forebay.live.owner.ttft_metrics import BUCKETS_S, DurationHistogram
-from forebay.live.router.placement import GroupPlacement
-from forebay.transport.directory import Directory
 
 # Prefixes of the counts in `World.counts` that have their own metrics. All other counts are of events without effect.
 OUTCOMES = ("rejected_", "aborted_", "kv_released_", "command_", "non_max_overlap_selections", "overlap_blocks_lost")
@@ -238,27 +236,3 @@ def _buckets(times: DurationHistogram) -> list[tuple[str, float]]:
 
 def _with_prefix(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
     return {name.removeprefix(prefix): count for name, count in counts.items() if name.startswith(prefix)}
-
-
-class PlacementMetrics(Collector):
-    """Prometheus metrics of group placement, exported by the owner of control partition 0."""
-
-    def __init__(self, placement: GroupPlacement, directory: Directory) -> None:
-        self._placement = placement
-        self._directory = directory
-
-    def collect(self) -> Iterator[Metric]:
-        groups = self._directory.groups
-        yield GaugeMetricFamily("forebay_groups", "groups with a control partition", value=len(groups.partitions))
-        refused = self._placement.refused
-        yield CounterMetricFamily(
-            "forebay_groups_refused",
-            "groups rejected for an invalid name or for lack of a free control partition",
-            value=refused,
-        )
-        ignored = CounterMetricFamily(
-            "forebay_placements_ignored", "records on the topic groups without effect, by reason", labels=["reason"]
-        )
-        for reason, count in sorted({**groups.ignored, "undecodable": self._directory.undecodable}.items()):
-            ignored.add_metric([reason], count)
-        yield ignored

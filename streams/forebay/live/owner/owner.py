@@ -43,6 +43,7 @@ from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import CONTROL, DEAD_LETTERS, DECISIONS, FLEET, INPUTS, REQUESTS, Topic
 from forebay.events.versions import EVENTS_VERSION
 from forebay.journal.release import own_release
+from forebay.live.heartbeats import HeartbeatWriter
 from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
 from forebay.live.owner.effects import (
     WorkerAddress,
@@ -59,8 +60,7 @@ from forebay.live.owner.lease_judgement import ObservedTime
 from forebay.live.owner.recorded_requests import SubmissionReader
 from forebay.live.owner.snapshots import Snapshots
 from forebay.live.owner.ttft_metrics import TtftRecorder
-from forebay.live.router.heartbeats import HeartbeatWriter
-from forebay.live.router.standby import Standby, Unconfirmed
+from forebay.live.standby import Standby, Unconfirmed
 from forebay.transport.base import Draft, Lease, LeaseError, Leases, Log, LogError, Record, Tail, event_of
 from forebay.transport.dead_letters import dead_letter
 

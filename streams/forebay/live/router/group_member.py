@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 
 from forebay.core.world import CORE_VERSION
 from forebay.events.topics import DECISIONS
+from forebay.live.heartbeats import HeartbeatWriter
 from forebay.live.owner.journal import OwnershipLost
 from forebay.live.owner.owner import Owner
-from forebay.live.router.heartbeats import HeartbeatWriter
-from forebay.live.router.standby import STOPS, Standby
 from forebay.live.router.succession import LIVE_S, Backoff, Succession, may_have_rules
+from forebay.live.standby import STOPS, Standby
 from forebay.transport.base import Log, LogError
 from forebay.transport.heartbeats import RouterHeartbeats
 

@@ -5,6 +5,10 @@ pause, because readers use the first placement of a group (see `forebay.core.sta
 """
 
 import logging
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from forebay import runtime
 from forebay.events.codec import encode
@@ -65,3 +69,27 @@ class GroupPlacement:
             self._reported.add(group)
             self.refused += 1
             logger.error("%s", reason)
+
+
+class PlacementMetrics(Collector):
+    """Prometheus metrics of group placement, exported by the owner of control partition 0."""
+
+    def __init__(self, placement: GroupPlacement, directory: Directory) -> None:
+        self._placement = placement
+        self._directory = directory
+
+    def collect(self) -> Iterator[Metric]:
+        groups = self._directory.groups
+        yield GaugeMetricFamily("forebay_groups", "groups with a control partition", value=len(groups.partitions))
+        refused = self._placement.refused
+        yield CounterMetricFamily(
+            "forebay_groups_refused",
+            "groups rejected for an invalid name or for lack of a free control partition",
+            value=refused,
+        )
+        ignored = CounterMetricFamily(
+            "forebay_placements_ignored", "records on the topic groups without effect, by reason", labels=["reason"]
+        )
+        for reason, count in sorted({**groups.ignored, "undecodable": self._directory.undecodable}.items()):
+            ignored.add_metric([reason], count)
+        yield ignored

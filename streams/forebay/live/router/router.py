@@ -16,11 +16,11 @@ from prometheus_client.registry import Collector
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.control import RouterConfig
 from forebay.events.pools import PoolRouting
-from forebay.live.owner.metrics import OwnerMetrics, PlacementMetrics
+from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.live.router.group_member import GroupMember
-from forebay.live.router.placement import GroupPlacement
-from forebay.live.router.standby import AbandonedTail, Standby
+from forebay.live.router.placement import GroupPlacement, PlacementMetrics
+from forebay.live.standby import AbandonedTail, Standby
 from forebay.transport.base import Leases, Log
 from forebay.transport.directory import Directory
 

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from forebay import runtime
 from forebay.core.world import CORE_VERSION
 from forebay.events.heartbeats import RouterHeartbeat
-from forebay.live.router.standby import Standby
+from forebay.live.standby import Standby
 from forebay.transport.heartbeats import RouterHeartbeats
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from forebay.events.shadow import DecisionShadowed, ShadowEvent, ShadowStarted
 from forebay.events.topics import DECISIONS, SHADOW
 from forebay.journal.reader import OtherRules
 from forebay.journal.snapshots import newest_snapshot
-from forebay.live.router.standby import RecoveryDiverged, Standby
+from forebay.live.standby import RecoveryDiverged, Standby
 from forebay.transport.base import Draft, Log, LogError, PolicyNotAllowed, Record
 
 logger = logging.getLogger(__name__)

@@ -35,8 +35,8 @@ from forebay.replay.record.slice import copy
 from forebay.replay.verify.verify import PROGRESS_EVERY, VerifyReport, verify
 from forebay.replay.walk import oldest, walk_all
 from forebay.transport.base import Log, LogError, Record
-from forebay.transport.recording.manifest import Contents
-from forebay.transport.recording.writer import RecordingWriter, part_of
+from forebay.transport.sqlite.recording import Contents
+from forebay.transport.sqlite.recording_writer import RecordingWriter, part_of
 
 CHANGED_FIELDS = frozenset({"message", "digest"})  # fields with masked values or with state digests
 DEADLINES = ("deadline", "queue_deadline", "queue_timeout")

@@ -19,7 +19,7 @@ from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.verify.verify import PROGRESS_EVERY, OnProgress
 from forebay.replay.walk import Start, Walk, before, oldest
 from forebay.transport.base import Log, LogError
-from forebay.transport.recording.manifest import utc
+from forebay.transport.sqlite.recording import utc
 
 
 class EmptySpan(LogError):

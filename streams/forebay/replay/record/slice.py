@@ -19,8 +19,8 @@ from forebay.journal.snapshots import chunks_end, newest_snapshot, snapshots_tak
 from forebay.journal.start import EMPTY_STATE, StoredState, begins_of, continued_view, usable_state
 from forebay.transport.base import PAGE_RECORDS, Log, LogError, Record
 from forebay.transport.directory import PARTITION
-from forebay.transport.recording.manifest import Contents, Extent, RecordedGroup, utc
-from forebay.transport.recording.writer import RecordingWriter
+from forebay.transport.sqlite.recording import Contents, Extent, RecordedGroup, utc
+from forebay.transport.sqlite.recording_writer import RecordingWriter
 
 AT_US_END = 253_402_300_800_000_000  # the year 10000, beyond Python's datetime
 

@@ -32,7 +32,7 @@ from forebay.replay.scaling.journal import (
     pool_text,
 )
 from forebay.transport.base import Log, LogError
-from forebay.transport.recording.manifest import utc
+from forebay.transport.sqlite.recording import utc
 
 DecisionOutcome = Literal["applied", "partly_applied", "refused", "open", "no_reply", "advisory", "stale", "unchanged"]
 

@@ -17,9 +17,9 @@ from typing import Self
 
 from forebay import runtime
 from forebay.transport.base import Draft, LogError, LogSync, Record, Wake
-from forebay.transport.recording.manifest import Contents, Extent, is_recording, read_contents, require_sealed
 from forebay.transport.sqlite import schema
 from forebay.transport.sqlite.checkpoint import Checkpointer, fold
+from forebay.transport.sqlite.recording import Contents, Extent, is_recording, read_contents, require_sealed
 from forebay.transport.sqlite.schema import CorruptRecord, LogUnusable, MissingRecords, TrimmedRecords
 from forebay.transport.sqlite.tail import TAIL_BYTES_MAX, Partition, SqliteTail
 

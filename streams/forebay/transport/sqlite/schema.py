@@ -21,9 +21,7 @@ from forebay.transport.base import LogError, Record
 SQLITE_MAGIC = b"SQLite format 3\0"  # the first bytes of every database
 APPLICATION_ID = 0x46424159  # "FBAY", so that file(1) and other programs recognise the file
 FORMAT_VERSION = 1
-RECORDING_VERSION = (
-    2  # a log that also has the tables of `forebay.transport.recording.manifest`, and accepts no appends
-)
+RECORDING_VERSION = 2  # a log that also has the tables of `forebay.transport.sqlite.recording`, and accepts no appends
 OFFSET_BITS = 40
 OFFSETS_MAX = 1 << OFFSET_BITS
 PARTITIONS_MAX = 1 << (63 - OFFSET_BITS)  # ids are signed 64-bit

@@ -15,7 +15,7 @@ from forebay.events.codec import encode
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import FLEET, HEARTBEATS
 from forebay.events.versions import EVENTS_VERSION
-from forebay.live.router.standby import Standby
+from forebay.live.standby import Standby
 from forebay.transport.base import Draft, Log, LogError
 
 Role = Literal["owner", "standby"]

@@ -16,10 +16,9 @@ from typing import Self
 import msgspec
 
 from forebay.transport.base import LogError, Record
-from forebay.transport.recording import manifest as recording
-from forebay.transport.recording.manifest import PART, UNSEALED, Contents, Extent
-from forebay.transport.sqlite import schema
+from forebay.transport.sqlite import recording, schema
 from forebay.transport.sqlite.log import LogUnusable, MissingRecords, SqliteLog
+from forebay.transport.sqlite.recording import PART, UNSEALED, Contents, Extent
 
 
 class RecordingWriter:

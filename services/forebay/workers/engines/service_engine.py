@@ -26,10 +26,9 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, EngineRefused, Publish
-from forebay.workers.engines.service.request import Cache, Refused, Request
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.runtime.rank_buffer import RankBuffer
-from forebay.workers.service import Service
+from forebay.workers.service import Cache, Refused, Request, Service
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,0 @@
-"""File format of recordings: manifest, checksums and writer."""
