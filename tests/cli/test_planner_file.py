@@ -9,10 +9,11 @@ import pytest
 
 from forebay.cli.common import extras
 from forebay.cli.planner.planner_file import read_planner_file
-from forebay.cli.planner.services import KubernetesSettings, ProcessSettings, read_supervise_file
+from forebay.cli.planner.services import read_supervise_file
 from forebay.engine_model.timing import LinearTiming
 from forebay.events.scaling import DecodePoint, PlannerSettings, PoolScaling, PrefillPoint
 from forebay.planner.actuators.processes import KILL_AFTER_S, ProcessPool
+from forebay.processes.supervisor import KubernetesSettings, ProcessSettings
 from tests.cli.in_process import error_of, forebay
 from tests.harness.stub_servers import KubernetesStub
 

@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from forebay.console.settings import ConsoleSettings
 from forebay.events.control import DisaggConfig
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import FLEET, TOKENS
@@ -54,7 +53,6 @@ from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.metrics import WorkerMetrics
 from forebay.workers.runtime.worker import Worker
 
-CONSOLE = "forebay.cli.console.run"
 END_S = 10.0  # seconds until the process is ended by force after a second signal; a stop takes about one
 
 # Called once requests can be served, with the effective settings of each model.
@@ -179,7 +177,7 @@ async def _serve(
         async with _running(settings, groups, restarts, only, hosts) as system:
             _on_signals(loop, stop.set)
             restarts.is_serving = True
-            async with _console(settings.console, groups[0].partition) as start_console:
+            async with _console(settings, groups[0].partition) as start_console:
 
                 def ready(disagg: Mapping[str, DisaggConfig]) -> None:
                     on_ready(disagg)
@@ -193,11 +191,12 @@ async def _serve(
 
 
 @asynccontextmanager
-async def _console(settings: ConsoleSettings | None, partition: int) -> AsyncIterator[Callable[[], None]]:
+async def _console(settings: EmbeddedSettings, partition: int) -> AsyncIterator[Callable[[], None]]:
     """Yield a function that starts the process of the console, if there is one, which ends with the body."""
     child = None
-    if settings is not None:
-        child = ChildProcess(CONSOLE, msgspec.json.encode(msgspec.structs.replace(settings, partition=partition)))
+    if settings.console is not None:
+        console = msgspec.structs.replace(settings.console, partition=partition)
+        child = ChildProcess(settings.console_module, msgspec.json.encode(console))
     starting: list[asyncio.Task[None]] = []
 
     def start() -> None:

@@ -86,6 +86,7 @@ class EmbeddedSettings:
         ingress: settings without the block size, which the engines report.
         log_sync: whether an acknowledged append survives a power loss (`full`), or only the death of the process.
         console: settings of a console in another process; None for no console.
+        console_module: module that runs this process.
     """
 
     log: Path | None
@@ -103,6 +104,7 @@ class EmbeddedSettings:
     log_limits: RetentionLimits
     log_sync: LogSync = "normal"
     console: ConsoleSettings | None = None
+    console_module: str = ""
 
 
 class EngineRestarts:

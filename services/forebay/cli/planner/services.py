@@ -7,11 +7,9 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -19,31 +17,19 @@ from forebay.cli.common.errors import explained
 from forebay.cli.common.extras import require_extra
 from forebay.cli.common.service import run_service
 from forebay.cli.planner.command import PlannerRunCommand, PlannerSuperviseCommand
-from forebay.cli.planner.planner_file import PlannerFile, pool_tables, read_planner_file, read_toml, require_known
-from forebay.core.scaling.state import PoolKey
+from forebay.cli.planner.planner_file import pool_tables, read_planner_file, read_toml, require_known
 from forebay.events.names import unknown_name
-from forebay.live.planner.actuator import ActuatorService
-from forebay.live.planner.observer import PoolObserver
-from forebay.live.planner.planner import Planner, PlannerMetrics
-from forebay.planner.actuators.processes import KILL_AFTER_S, ProcessActuator, ProcessPool, SupervisorMetrics
-from forebay.planner.actuators.worker_directory import WorkerDirectory
-from forebay.planner.predictors import predictor
-from forebay.planner.simulation import simulator
-from forebay.processes.metrics_server import process_registry
+from forebay.planner.actuators.processes import KILL_AFTER_S, ProcessPool
 from forebay.processes.names import named
-from forebay.processes.notices import announce
-from forebay.processes.service import Cluster, connected, until_signal
+from forebay.processes.planner import PlannerProcessSettings, run
+from forebay.processes.service import Cluster
+from forebay.processes.supervisor import KubernetesSettings, PodSetKind, ProcessSettings, SupervisorSettings
+from forebay.processes.supervisor import run as supervise
 from forebay.runtime.errors import ConfigError
-from forebay.transport.kafka.topics import count_topics
 
-if TYPE_CHECKING:  # imports the client of Kubernetes, an extra
-    from forebay.planner.actuators.kubernetes import KubernetesActuator
-
-KUBECONFIG = "~/.kube/config"
 KILL_AFTER_S_MAX = 7 * 86_400.0
 
 ActuatorName = Literal["processes", "kubernetes"]
-PodSetKind = Literal["deployment", "statefulset"]
 
 
 class ProcessTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,21 +48,6 @@ class KubernetesTable(msgspec.Struct, frozen=True, kw_only=True):
     pool: str
     deployment: str = ""
     statefulset: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessSettings:
-    """Contents of a file with the actuator `processes`."""
-
-    state: Path
-    pools: tuple[ProcessPool, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class KubernetesSettings:
-    """Contents of a file with the actuator `kubernetes`: kind, namespace and name of the object of each pool."""
-
-    pools: Mapping[PoolKey, tuple[PodSetKind, str, str]]
 
 
 def read_supervise_file(path: Path) -> ProcessSettings | KubernetesSettings:
@@ -135,27 +106,7 @@ def run_planner(options: PlannerRunCommand) -> None:
         read = read_planner_file(options.file)
         name = named("--id", "planner", options.planner_id or f"{socket.gethostname()}-{os.getpid()}")
         cluster = Cluster(options.kafka.settings(), "", options.service.metrics_host, options.service.metrics_port)
-    run_service(_plan(cluster, name, read))
-
-
-async def _plan(cluster: Cluster, name: str, read: PlannerFile) -> None:
-    """Plan, or stand by, until SIGINT or SIGTERM."""
-    settings = read.settings
-    await count_topics(cluster.kafka)  # reports a missing topic, for which the client would wait
-    registry = process_registry()
-    async with connected(cluster, registry) as log:
-        observer = PoolObserver(log, settings.pools)
-        simulate = simulator(settings, read.engines) if settings.method == "simulate" else None
-        planner = Planner(log, name, settings, observer, predictor(settings.predictor), simulate)
-        registry.register(PlannerMetrics(planner))
-        pools = ", ".join(f"{pool.group}/{pool.pool}" for pool in settings.pools)
-        announce(f"planner {name} plans {pools} every {settings.interval_s:g} s, or stands by")
-
-        async def stop() -> None:
-            planner.stop()
-
-        await until_signal(planner.run(), observer.run(), stop=stop)
-        announce(f"planner {name} ended")
+    run_service(run(PlannerProcessSettings(cluster, name, read.settings, read.engines)))
 
 
 def run_supervise(options: PlannerSuperviseCommand) -> None:
@@ -167,45 +118,4 @@ def run_supervise(options: PlannerSuperviseCommand) -> None:
         elif sys.platform != "linux":
             raise ConfigError("actuator processes requires Linux, because it identifies processes by /proc")
         cluster = Cluster(options.kafka.settings(), "", options.service.metrics_host, options.service.metrics_port)
-    run_service(_supervise(cluster, settings))
-
-
-async def _supervise(cluster: Cluster, settings: ProcessSettings | KubernetesSettings) -> None:
-    if isinstance(settings, KubernetesSettings):
-        await _execute(cluster, _kubernetes(settings))
-        return
-    async with _processes(settings) as processes:
-        announce(f"supervisor found {processes.running} running workers")
-        await _execute(cluster, processes)
-        announce(f"supervisor ended; {processes.running} workers continue to run")
-
-
-async def _execute(cluster: Cluster, actuator: "ProcessActuator | KubernetesActuator") -> None:
-    await count_topics(cluster.kafka)  # reports a missing topic, for which the client would wait
-    registry = process_registry()
-    async with connected(cluster, registry) as log:
-        pools = ", ".join(sorted(f"{group}/{pool}" for group, pool in actuator.pools))
-        announce(f"supervisor executes decisions about {pools} with {actuator.name}")
-        service = ActuatorService(log, actuator)
-        registry.register(SupervisorMetrics(service, actuator if isinstance(actuator, ProcessActuator) else None))
-        parts = [actuator.run()] if isinstance(actuator, ProcessActuator) else []
-        await until_signal(service.run(), *parts)
-
-
-@asynccontextmanager
-async def _processes(settings: ProcessSettings) -> AsyncIterator[ProcessActuator]:
-    directory = await WorkerDirectory.open(settings.state)
-    try:
-        yield ProcessActuator(settings.pools, directory, os.environ)
-    finally:
-        directory.close()
-
-
-def _kubernetes(settings: KubernetesSettings) -> "KubernetesActuator":
-    # Imported here, because the client is an extra and takes half a second.
-    from forebay.planner.actuators.kubernetes import KubernetesActuator, PodSet, connect  # noqa: PLC0415
-
-    in_pod = "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ
-    path = str(Path(os.environ.get("KUBECONFIG", KUBECONFIG)).expanduser())
-    api = connect(None if in_pod else path)
-    return KubernetesActuator({pool: PodSet(*names) for pool, names in settings.pools.items()}, api)
+    run_service(supervise(SupervisorSettings(cluster, settings)))

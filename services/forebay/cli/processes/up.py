@@ -70,6 +70,7 @@ def run_up(options: UpCommand) -> None:
             log_limits=_limits(options.log),
             log_sync=options.log.log_sync,
             console=_console(options, served[0].name, ingress, endpoint, policies),
+            console_module=beside.__module__,
         )
     run_service(run(settings, lambda disagg: announce_start(settings, disagg)))
 

@@ -1,0 +1,45 @@
+"""The process of `forebay planner run`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from forebay.core.scaling.state import PoolKey
+from forebay.events.scaling import PlannerSettings
+from forebay.live.planner.observer import PoolObserver
+from forebay.live.planner.planner import Planner, PlannerMetrics
+from forebay.planner.predictors import predictor
+from forebay.planner.simulation import PoolEngine, simulator
+from forebay.processes.metrics_server import process_registry
+from forebay.processes.notices import announce
+from forebay.processes.service import Cluster, connected, until_signal
+from forebay.transport.kafka.topics import count_topics
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerProcessSettings:
+    """Settings of a planner. `engines` has the engines that method `simulate` simulates."""
+
+    cluster: Cluster
+    planner_id: str
+    planner: PlannerSettings
+    engines: Mapping[PoolKey, PoolEngine]
+
+
+async def run(process: PlannerProcessSettings) -> None:
+    """Plan, or stand by, until SIGINT or SIGTERM."""
+    cluster, name, settings = process.cluster, process.planner_id, process.planner
+    await count_topics(cluster.kafka)  # reports a missing topic, for which the client would wait
+    registry = process_registry()
+    async with connected(cluster, registry) as log:
+        observer = PoolObserver(log, settings.pools)
+        simulate = simulator(settings, process.engines) if settings.method == "simulate" else None
+        planner = Planner(log, name, settings, observer, predictor(settings.predictor), simulate)
+        registry.register(PlannerMetrics(planner))
+        pools = ", ".join(f"{pool.group}/{pool.pool}" for pool in settings.pools)
+        announce(f"planner {name} plans {pools} every {settings.interval_s:g} s, or stands by")
+
+        async def stop() -> None:
+            planner.stop()
+
+        await until_signal(planner.run(), observer.run(), stop=stop)
+        announce(f"planner {name} ended")

@@ -1,0 +1,90 @@
+"""The process of `forebay planner supervise`: it executes the decisions of planners."""
+
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from forebay.core.scaling.state import PoolKey
+from forebay.live.planner.actuator import ActuatorService
+from forebay.planner.actuators.processes import ProcessActuator, ProcessPool, SupervisorMetrics
+from forebay.planner.actuators.worker_directory import WorkerDirectory
+from forebay.processes.metrics_server import process_registry
+from forebay.processes.notices import announce
+from forebay.processes.service import Cluster, connected, until_signal
+from forebay.transport.kafka.topics import count_topics
+
+if TYPE_CHECKING:  # imports the client of Kubernetes, an extra
+    from forebay.planner.actuators.kubernetes import KubernetesActuator
+
+KUBECONFIG = "~/.kube/config"
+
+PodSetKind = Literal["deployment", "statefulset"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSettings:
+    """Settings of the actuator `processes`: its state directory, and the pools."""
+
+    state: Path
+    pools: tuple[ProcessPool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KubernetesSettings:
+    """Settings of the actuator `kubernetes`: kind, namespace and name of the object of each pool."""
+
+    pools: Mapping[PoolKey, tuple[PodSetKind, str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorSettings:
+    """Settings of a supervisor, which executes decisions with one actuator."""
+
+    cluster: Cluster
+    actuator: ProcessSettings | KubernetesSettings
+
+
+async def run(process: SupervisorSettings) -> None:
+    """Execute the decisions of planners until SIGINT or SIGTERM. Workers continue to run."""
+    cluster, settings = process.cluster, process.actuator
+    if isinstance(settings, KubernetesSettings):
+        await _execute(cluster, _kubernetes(settings))
+        return
+    async with _processes(settings) as processes:
+        announce(f"supervisor found {processes.running} running workers")
+        await _execute(cluster, processes)
+        announce(f"supervisor ended; {processes.running} workers continue to run")
+
+
+async def _execute(cluster: Cluster, actuator: "ProcessActuator | KubernetesActuator") -> None:
+    await count_topics(cluster.kafka)  # reports a missing topic, for which the client would wait
+    registry = process_registry()
+    async with connected(cluster, registry) as log:
+        pools = ", ".join(sorted(f"{group}/{pool}" for group, pool in actuator.pools))
+        announce(f"supervisor executes decisions about {pools} with {actuator.name}")
+        service = ActuatorService(log, actuator)
+        registry.register(SupervisorMetrics(service, actuator if isinstance(actuator, ProcessActuator) else None))
+        parts = [actuator.run()] if isinstance(actuator, ProcessActuator) else []
+        await until_signal(service.run(), *parts)
+
+
+@asynccontextmanager
+async def _processes(settings: ProcessSettings) -> AsyncIterator[ProcessActuator]:
+    directory = await WorkerDirectory.open(settings.state)
+    try:
+        yield ProcessActuator(settings.pools, directory, os.environ)
+    finally:
+        directory.close()
+
+
+def _kubernetes(settings: KubernetesSettings) -> "KubernetesActuator":
+    # Imported here, because the client is an extra and takes half a second.
+    from forebay.planner.actuators.kubernetes import KubernetesActuator, PodSet, connect  # noqa: PLC0415
+
+    in_pod = "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ
+    path = str(Path(os.environ.get("KUBECONFIG", KUBECONFIG)).expanduser())
+    api = connect(None if in_pod else path)
+    return KubernetesActuator({pool: PodSet(*names) for pool, names in settings.pools.items()}, api)
