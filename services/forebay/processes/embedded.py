@@ -1,7 +1,6 @@
 """The system of `forebay up`: log, leases, owner, workers and ingress on one event loop of one process."""
 
 import asyncio
-import signal
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -21,15 +20,13 @@ from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import FLEET, TOKENS
 from forebay.ingress.catalog import Catalog
 from forebay.ingress.child_process import ChildProcess
+from forebay.ingress.drain import IngressDrain
 from forebay.ingress.errors import ApiError
 from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.front import Front
 from forebay.ingress.group import NO_WORKER
 from forebay.ingress.http.app import build_app
-from forebay.ingress.http.endpoint import Endpoint
-from forebay.ingress.http.protocol import ConnectionLimits, connections_allowed
-from forebay.ingress.http.server import build_server, serve_until_drained
 from forebay.ingress.ingress import Ingress
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
@@ -39,10 +36,11 @@ from forebay.live.owner.owner import Owner
 from forebay.live.owner.retention import Retention, RetentionMetrics
 from forebay.live.owner.start_check import open_checked
 from forebay.processes.embedded_group import EmbeddedGroup, EmbeddedSettings, EngineRestarts
-from forebay.processes.listening import Hosts, listening
+from forebay.processes.listening import Hosts, listening, serve_http
 from forebay.processes.metrics_server import process_registry
 from forebay.processes.notices import announce
-from forebay.processes.shutdown import end_within, stop_notice
+from forebay.processes.service import until_signal
+from forebay.processes.shutdown import stop_notice
 from forebay.runtime.errors import ConfigError, cause_of
 from forebay.transport.directory import Directory
 from forebay.transport.models import ModelStore
@@ -51,9 +49,9 @@ from forebay.transport.sqlite.log import SqliteLog
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
 from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.metrics import WorkerMetrics
-from forebay.workers.runtime.worker import Worker
+from forebay.workers.runtime.worker import ENGINE_STOP_S, Worker
 
-END_S = 10.0  # seconds until the process is ended by force after a second signal; a stop takes about one
+END_S = 10.0  # seconds until the process is ended by force after its requests; a stop takes about one
 
 # Called once requests can be served, with the effective settings of each model.
 OnReady = Callable[[Mapping[str, DisaggConfig]], None]
@@ -139,7 +137,6 @@ class _System:
 
     front: Front
     app: FastAPI
-    explainer: Explainer
     disagg: dict[str, DisaggConfig]
 
 
@@ -149,45 +146,36 @@ async def run(settings: EmbeddedSettings, on_ready: OnReady) -> None:
     only = Model(settings.models[0].engine.settings.model) if len(settings.models) == 1 else None
     restarts = EngineRestarts()
     groups = [EmbeddedGroup(settings, model, restarts, has_card=only is None) for model in settings.models]
-    with listening(settings.endpoint, settings.ingress) as (listener, hosts):
-        await _serve(settings, groups, restarts, only, listener, hosts, on_ready)
+    drains: list[IngressDrain] = []  # of the ingress, once requests can be served
 
+    async def serve(listener: socket.socket, hosts: Hosts) -> None:
+        async with (
+            _running(settings, groups, restarts, only, hosts) as system,
+            _console(settings, groups[0].partition) as start_console,
+        ):
 
-async def _serve(
-    settings: EmbeddedSettings,
-    groups: Sequence[EmbeddedGroup],
-    restarts: EngineRestarts,
-    only: Model | None,
-    listener: socket.socket,
-    hosts: Hosts,
-    on_ready: OnReady,
-) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    main = asyncio.current_task()
-    assert main is not None
+            def started() -> None:
+                on_ready(system.disagg)
+                start_console()
 
-    def stop_at_once() -> None:
-        stop.set()
-        main.cancel()
-
-    # Before requests can be served nothing has to finish. Start-up may take long with a large log or fleet.
-    _on_signals(loop, stop_at_once)
-    try:
-        async with _running(settings, groups, restarts, only, hosts) as system:
-            _on_signals(loop, stop.set)
             restarts.is_serving = True
-            async with _console(settings, groups[0].partition) as start_console:
+            drains.append(system.front.drain)
+            await serve_http(system.app, system.front, listener, settings.endpoint, settings.drain_s, started)
 
-                def ready(disagg: Mapping[str, DisaggConfig]) -> None:
-                    on_ready(disagg)
-                    start_console()
+    async def stop() -> None:
+        for drain in drains:
+            announce(stop_notice("", drain.in_flight, settings.drain_s))
+            drain.begin()
+        if not drains:  # Nothing has to finish yet. Start-up may take long with a large log or fleet.
+            serving.cancel()
 
-                await _serve_until(stop, system, listener, settings.endpoint, ready, settings.drain_s)
-    except asyncio.CancelledError:
-        if not stop.is_set():
-            raise
-        main.uncancel()
+    def hurry() -> None:
+        for drain in drains:
+            drain.hurry()
+
+    with listening(settings.endpoint, settings.ingress) as (listener, hosts):
+        serving = asyncio.create_task(serve(listener, hosts), name="system")
+        await until_signal(serving, stop=stop, stop_s=settings.drain_s + END_S + ENGINE_STOP_S, hurry=hurry)
 
 
 @asynccontextmanager
@@ -209,43 +197,6 @@ async def _console(settings: EmbeddedSettings, partition: int) -> AsyncIterator[
         await ended(starting)
         if child is not None:
             await child.kill()
-
-
-def _on_signals(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, act)
-
-
-async def _serve_until(
-    stop: asyncio.Event,
-    system: _System,
-    listener: socket.socket,
-    endpoint: Endpoint,
-    on_ready: OnReady,
-    drain_s: float,
-) -> None:
-    loop = asyncio.get_running_loop()
-    front, drain = system.front, system.front.drain
-    limits = ConnectionLimits(front.metrics.reject, connections_allowed())
-    server = build_server(system.app, lambda: on_ready(system.disagg), limits, endpoint.tls)
-    serving = serve_until_drained(server, listener, drain, front.slot.interrupt_all, drain_s)
-
-    def end_at_once() -> None:
-        end_within(END_S, "a second signal")
-        drain.hurry()
-
-    async def drain_at_signal() -> None:
-        await stop.wait()
-        _on_signals(loop, end_at_once)
-        announce(stop_notice("", drain.in_flight, drain_s))
-        drain.begin()
-
-    stopping = loop.create_task(drain_at_signal(), name="signal")
-    try:
-        await serving
-    finally:
-        stopping.cancel()
-    await system.explainer.close()
 
 
 @asynccontextmanager
@@ -299,7 +250,7 @@ async def _running(
         by_name = {group.name: group for group in groups}
         async with serving_all(*parts, groups) if only is None else serving_one(*parts, groups[0], only) as models:
             app = build_app(models, registry, explainer, hosts, groups[0].status, lambda name: by_name[name].status())
-            yield _System(models.front, app, explainer, {group.name: group.disagg() for group in groups})
+            yield _System(models.front, app, {group.name: group.disagg() for group in groups})
 
 
 class _WorkersMetrics(Collector):

@@ -1,12 +1,16 @@
-"""Listen at the address of an ingress, if the options permit its clients."""
+"""Serve the HTTP API of an ingress at its address, if the options permit its clients."""
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from fastapi import FastAPI
+
+from forebay.ingress.front import Front
 from forebay.ingress.http.endpoint import Endpoint
 from forebay.ingress.http.guards import allowed_hosts
-from forebay.ingress.http.server import listen
+from forebay.ingress.http.protocol import ConnectionLimits, connections_allowed
+from forebay.ingress.http.server import build_server, listen, serve_until_drained
 from forebay.ingress.settings import IngressSettings
 from forebay.processes.notices import complain
 
@@ -24,3 +28,17 @@ def listening(endpoint: Endpoint, settings: IngressSettings) -> Iterator[tuple[s
         if endpoint.is_open(address, has_key=bool(settings.api_keys)):
             complain("WARNING: no API key: every client that reaches this address can send requests")
         yield listener, allowed_hosts(endpoint.host, address, endpoint.allow_hosts)
+
+
+async def serve_http(
+    app: FastAPI,
+    front: Front,
+    listener: socket.socket,
+    endpoint: Endpoint,
+    drain_s: float,
+    on_started: Callable[[], None],
+) -> None:
+    """Serve until the drain of the ingress has ended."""
+    limits = ConnectionLimits(front.metrics.reject, connections_allowed())
+    server = build_server(app, on_started, limits, endpoint.tls)
+    await serve_until_drained(server, listener, front.drain, front.slot.interrupt_all, drain_s)

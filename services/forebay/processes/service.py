@@ -13,7 +13,16 @@ from redis.retry import Retry
 
 from forebay.processes.metrics_server import Probe, metrics_served
 from forebay.processes.passwords import without_passwords
-from forebay.processes.shutdown import CLOSE_S, SIGNALS, STOP_S, end_within, ending_within, on_second_signal
+from forebay.processes.shutdown import (
+    AT_ONCE_S,
+    CLOSE_S,
+    HURRY_S,
+    SIGNALS,
+    STOP_S,
+    end_within,
+    ending_within,
+    on_second_signal,
+)
 from forebay.runtime.errors import ConfigError
 from forebay.transport.base import LogError
 from forebay.transport.kafka.log import FLUSH_S, KafkaLog, KafkaMetrics
@@ -78,13 +87,16 @@ async def connected(
 
 
 async def until_signal(
-    *parts: Awaitable[None], stop: Callable[[], Awaitable[None]] | None = None, stop_s: float = STOP_S
+    *parts: Awaitable[None],
+    stop: Callable[[], Awaitable[None]] | None = None,
+    stop_s: float = STOP_S,
+    hurry: Callable[[], object] | None = None,
 ) -> None:
     """Run tasks until SIGINT or SIGTERM, or until a task ends. If a task fails, raise its error.
 
     The first signal calls `stop`, to stop the service in order, and cancels the tasks after `stop_s`; without `stop`,
-    at once. The process ends within `stop_s + CLOSE_S` seconds, after a second signal within `AT_ONCE_S`, even if a
-    task hangs.
+    at once. A second signal cancels the tasks, or calls `hurry`, so that they end sooner. The process ends within
+    `stop_s + CLOSE_S` seconds, after a second signal within `AT_ONCE_S` or `HURRY_S`, even if a task hangs.
     """
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -97,7 +109,8 @@ async def until_signal(
         is_signal = signalled.is_set()
         signalled.clear()
         # Replaces the handlers of the loop. Without any handler, a signal would end the process at this moment.
-        on_second_signal(lambda: loop.call_soon_threadsafe(signalled.set))
+        second, within_s = (signalled.set, AT_ONCE_S) if hurry is None else (hurry, HURRY_S)
+        on_second_signal(lambda: loop.call_soon_threadsafe(second), within_s)
         if is_signal:
             end_within((0.0 if stop is None else stop_s) + CLOSE_S, "a signal")
         if stop is not None:
@@ -116,5 +129,5 @@ async def _first(tasks: "Sequence[asyncio.Future[None]]", waiting: "asyncio.Task
     """Wait for a signal or for the end of one task. Raises the error of that task."""
     await asyncio.wait([*tasks, waiting], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
-        if task.done():
+        if task.done() and not task.cancelled():
             task.result()

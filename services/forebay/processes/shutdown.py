@@ -15,6 +15,7 @@ from forebay.processes.notices import complain
 STOP_S = 15.0  # seconds for requests in flight after the first signal, unless a service has its own limit
 CLOSE_S = 4.0  # seconds to close connections; with STOP_S below the `stop_grace_period` of 20 s in compose.yaml
 AT_ONCE_S = 3.0  # seconds to close connections after a second signal
+HURRY_S = 10.0  # seconds to fail the requests in flight after a second signal, and to stop engines and owners
 REPORT_S = 2.0  # seconds to write the last lines to stderr
 KILLED = 1  # exit code
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -53,11 +54,11 @@ def ending_within(seconds: float, why: str) -> Iterator[None]:
         timer.cancel()
 
 
-def on_second_signal(then: Callable[[], object]) -> None:
-    """End this process within `AT_ONCE_S` after the next SIGINT or SIGTERM, also while the event loop is blocked."""
+def on_second_signal(then: Callable[[], object], within_s: float) -> None:
+    """End this process within `within_s` seconds of the next SIGINT or SIGTERM, also while the loop is blocked."""
 
     def handle(_number: int, _frame: object) -> None:
-        end_within(AT_ONCE_S, "a second signal")
+        end_within(within_s, "a second signal")
         then()
 
     for number in SIGNALS:
