@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forebay.events.requests import Sampling
-from forebay.workers.engine import EngineError
+from forebay.runtime.errors import ConfigError
 from forebay.workers.service import (
     Refused,
     Request,
@@ -179,7 +179,7 @@ def test_service_file_is_executed_once(tmp_path: Path) -> None:
 def test_file_without_the_service_is_rejected(tmp_path: Path, text: str, target: str, why: str) -> None:
     file = tmp_path / "engine.py"
     file.write_text(text)
-    with pytest.raises(EngineError, match=why):
+    with pytest.raises(ConfigError, match=why):
         load_service(f"{file}:{target}")
 
 
@@ -187,7 +187,7 @@ def test_file_without_the_service_is_rejected(tmp_path: Path, text: str, target:
     ("target", "why"), [("engine.py", "invalid service"), ("nowhere.py:X", r"nowhere\.py: no such file")]
 )
 def test_invalid_target_is_rejected(target: str, why: str) -> None:
-    with pytest.raises(EngineError, match=why):
+    with pytest.raises(ConfigError, match=why):
         load_service(target)
 
 

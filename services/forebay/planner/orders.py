@@ -21,15 +21,12 @@ from forebay.events.topics import SCALING
 from forebay.live.planner.topic import ScalingTopic
 from forebay.replay.scaling.decisions import REASONS
 from forebay.replay.scaling.journal import has_scaling, pool_text
+from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Log
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 
 WATCHED = ScalingDecided | ScalingApplied | ScalingRefused
-
-
-class OrderInvalid(Exception):
-    """Orders cannot be recorded, for example because no planner scales the pool. The text says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +54,12 @@ class OrderReport:
 
 @asynccontextmanager
 async def scaling_on_kafka(settings: KafkaSettings) -> AsyncIterator[KafkaLog]:
-    """Open Kafka for orders. Raises OrderInvalid if the topic `scaling` is missing, LogError if Kafka fails."""
+    """Open Kafka for orders. Raises ConfigError if the topic `scaling` is missing, LogError if Kafka fails."""
     log = await KafkaLog.open(settings)
     try:
         if not await has_scaling(log):
             name = settings.topic(SCALING.name)
-            raise OrderInvalid(
+            raise ConfigError(
                 f"{settings.bootstrap} has no topic {name}; check --namespace, or use `forebay topics create`"
             )
         yield log
@@ -78,11 +75,11 @@ def pause_order(operator: str, *, paused: bool) -> Order:
 def size_order(pools: list[PoolKey], pool: str, size: int | None, operator: str) -> Order:
     """Return the order to set the size of a pool, or to release it.
 
-    Raises OrderInvalid if no planner scales the pool.
+    Raises ConfigError if no planner scales the pool.
     """
     known = {pool_text(one): one for one in pools}
     if pool not in known:
-        raise OrderInvalid(unknown_name("pool", pool, known))
+        raise ConfigError(unknown_name("pool", pool, known))
     key = known[pool]
     event = PoolSizeSet(group=key[0], pool=key[1], size=size, operator=operator, at_us=runtime.wall_us())
     return Order(event, f"release {pool}" if size is None else f"set {pool} to {_workers(size)}", key)
@@ -93,13 +90,13 @@ async def execute_order(
 ) -> bool:
     """Record an order made for the pools that planners scale, and wait for its effect. Return whether it was seen.
 
-    If `timeout_s` is None, return true once the order is recorded. Raises OrderInvalid if the order cannot be recorded,
+    If `timeout_s` is None, return true once the order is recorded. Raises ConfigError if the order cannot be recorded,
     LogError if the log cannot be read or written.
     """
     watch = EffectWatch(log, report)
     await watch.topic.catch_up()
     if not watch.pools:
-        raise OrderInvalid("no planner has claimed the topic scaling; start one with `forebay planner run`")
+        raise ConfigError("no planner has claimed the topic scaling; start one with `forebay planner run`")
     order = make(list(watch.pools))
     async with watch.following():
         offset, _ = await watch.topic.append(order.event)

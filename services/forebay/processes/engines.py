@@ -16,9 +16,9 @@ import msgspec
 from forebay.engine_model.model import EngineConfig
 from forebay.events.fleet import WorkerSpec
 from forebay.ingress.model import Model, word_token_ids
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import ConfigError, prefixed
 from forebay.simulate.profiles.profile import MOCKER, Profile, load_profile
-from forebay.workers.engine import Engine, EngineError
+from forebay.workers.engine import Engine
 from forebay.workers.engines.adapters import ADAPTERS, MOCK
 from forebay.workers.engines.encode import EncodeEngine, Encoder
 from forebay.workers.engines.engine_process import engine_process
@@ -110,10 +110,7 @@ def built(
         return _mock(choice, spec)
     if choice.engine in ADAPTERS:
         return _adapted(choice.engine, settings), spec
-    try:
-        service = load_service(choice.engine)
-    except EngineError as error:  # bad input, because no engine was started
-        raise ConfigError(str(error)) from None
+    service = load_service(choice.engine)
     if settings.role != "aggregated":
         raise ConfigError(
             f"--role {settings.role}: {choice.label} is a service, and services support only the role aggregated"
@@ -169,10 +166,8 @@ def _kv_interface(settings: EngineSettings) -> str:
     """Return the network interface over which NIXL transfers the KV of a mock engine; empty to let UCX select one."""
     if settings.kv_host is None or "UCX_NET_DEVICES" in os.environ:
         return ""  # UCX selects the interface, or uses UCX_NET_DEVICES
-    try:
+    with prefixed("--kv-host"):
         return interface_of(settings.kv_host)
-    except ValueError as error:
-        raise ConfigError(f"--kv-host: {error}") from None
 
 
 @cache

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from forebay.events.names import Kind, NameInvalid, require_adapter, require_name
-from forebay.runtime.errors import ConfigError
+from forebay.events.names import Kind, require_adapter, require_name
+from forebay.runtime.errors import ConfigError, prefixed
 
 NAME_CHARS_MAX = 256  # the maximum length of a name in an event
 
@@ -22,15 +22,11 @@ def names(flag: str, given: Sequence[str] | None) -> tuple[str, ...]:
 
 def named(flag: str, kind: Kind, name: str) -> str:
     """Return `name` if it is a valid name for its kind. Otherwise raise ConfigError with the option `flag`."""
-    try:
+    with prefixed(flag):
         return require_name(kind, name)
-    except NameInvalid as error:
-        raise ConfigError(f"{flag}: {error}") from error
 
 
 def adapters(loras: Sequence[str], model: str) -> tuple[str, ...]:
     """Return the names of the LoRA adapters of `model`. Raises ConfigError if a name is invalid."""
-    try:
+    with prefixed("--lora"):
         return tuple(require_adapter(name, model) for name in loras)
-    except NameInvalid as error:
-        raise ConfigError(f"--lora: {error}") from error

@@ -23,7 +23,7 @@ from forebay.processes.shutdown import (
     ending_within,
     on_second_signal,
 )
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import prefixed
 from forebay.transport.base import LogError
 from forebay.transport.kafka.log import FLUSH_S, KafkaLog, KafkaMetrics
 from forebay.transport.kafka.settings import KafkaSettings
@@ -44,15 +44,13 @@ class Cluster:
 
 def leases_at(url: str, namespace: str, kind: LeaseKind = "worker") -> RedisLeases:
     """Return a client for the leases of a namespace in Redis. It connects later. Raises ConfigError for a bad URL."""
-    try:
+    with prefixed(f"--redis {without_passwords(url)}"):
         client = redis.Redis.from_url(
             url,
             socket_timeout=REDIS_TIMEOUT_S,
             socket_connect_timeout=REDIS_TIMEOUT_S,
             retry=Retry(NoBackoff(), 1),
         )
-    except ValueError as error:
-        raise ConfigError(f"--redis {without_passwords(url)}: {error}") from None
     return RedisLeases(client, namespace, kind)
 
 

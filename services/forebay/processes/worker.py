@@ -33,7 +33,7 @@ from forebay.processes.names import adapters, named
 from forebay.processes.notices import announce, complain
 from forebay.processes.service import Cluster, connected, leases_at, until_signal
 from forebay.processes.shutdown import stop_notice
-from forebay.runtime.errors import ConfigError, cause_of
+from forebay.runtime.errors import ConfigError, cause_of, prefixed
 from forebay.transport.base import LeaseError, Leases, Log
 from forebay.transport.directory import Directory
 from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics
@@ -376,10 +376,8 @@ def _tokenizer_of(info: ServerInfo, servers: UpstreamSettings, url: str) -> Path
         return found
     for named_by_server in (info.root, info.model):
         if named_by_server and (os.path.isdir(named_by_server) or HUB_NAME.fullmatch(named_by_server)):  # noqa: PTH112
-            try:
+            with prefixed(f"the tokenizer of {url} was not found; set --model"):
                 found = find_model(named_by_server, None, "", weights=False).directory
-            except ConfigError as error:
-                raise ConfigError(f"the tokenizer of {url} was not found; set --model: {error}") from None
             assert found is not None
             return found
     raise ConfigError(

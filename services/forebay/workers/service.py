@@ -23,7 +23,8 @@ from forebay.events.base import U64_MASK
 from forebay.events.control import Command
 from forebay.events.names import unknown_name
 from forebay.events.requests import Sampling, Task
-from forebay.workers.engine import CacheChange, Cleared, EngineError
+from forebay.runtime.errors import ConfigError
+from forebay.workers.engine import CacheChange, Cleared
 
 __all__ = [
     "Cache",
@@ -311,11 +312,11 @@ def load_service(target: str) -> Service:
         target: `FILE.py:Class`.
 
     Raises:
-        EngineError: the target is invalid, the file cannot be executed, or the class is not a service.
+        ConfigError: the target is invalid, the file cannot be executed, or the class is not a service.
     """
     match = _FILE.fullmatch(target)
     if match is None:
-        raise EngineError(f"invalid service {target!r}: expected FILE.py:Class")
+        raise ConfigError(f"invalid service {target!r}: expected FILE.py:Class")
     module, name = _run_file(Path(match["file"])), match["name"]
     found = getattr(module, name, None)
     definition = service_of(found) if isinstance(found, type) else None
@@ -324,13 +325,13 @@ def load_service(target: str) -> Service:
     others = [key for key, value in vars(module).items() if isinstance(value, type) and service_of(value)]
     known = f"; services in the file: {', '.join(others)}" if others else ""
     if found is None:
-        raise EngineError(f"{match['file']} has no class {name}{known}")
-    raise EngineError(f"{name} of {match['file']} is not a service: decorate the class with @service(...){known}")
+        raise ConfigError(f"{match['file']} has no class {name}{known}")
+    raise ConfigError(f"{name} of {match['file']} is not a service: decorate the class with @service(...){known}")
 
 
 def _run_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise EngineError(f"{path}: no such file")
+        raise ConfigError(f"{path}: no such file")
     whole = path.resolve()
     # Executed once per process, so that all its workers share the class.
     name = f"forebay_service_{whole.stem}_{xxh3_64_hexdigest(str(whole).encode())}"
@@ -349,7 +350,7 @@ def _run_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise EngineError(f"cannot load {path}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"cannot load {path}: {type(error).__name__}: {error}") from error
     return module
 
 

@@ -14,7 +14,7 @@ import msgspec
 from forebay.core.routing.policies import BUILT_IN
 from forebay.events.control import RouterConfig
 from forebay.events.names import unknown_name
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import ConfigError, prefixed
 from forebay.simulate.field_descriptions import in_terms_of_keys, unknown_field
 from forebay.simulate.pool_routing_file import ModelRouting, require_unique
 from forebay.simulate.profiles.profile import MOCKER, Gpus, Profile, Size, load_profile
@@ -215,15 +215,11 @@ def _changes(described: _File) -> Iterator[PoolRuleChange]:
 
 
 def _group(one: _Workers, folder: Path, where: str) -> WorkerGroup:
-    try:
+    with prefixed(f"{where}.engine_profile"):
         profile = load_profile(MOCKER if one.engine_profile == MOCKER else str(folder / one.engine_profile))
-    except ConfigError as error:
-        raise ConfigError(f"{where}.engine_profile: {error}") from error
     sizes = {name: getattr(one, name) for name in ("block_size", "kv_blocks", "max_num_seqs", "max_num_batched_tokens")}
-    try:
+    with prefixed(where):
         return worker_group(profile, one.count, one.gpus, **sizes)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
 
 
 def _router(fields: dict[str, Any], where: str) -> RouterConfig:

@@ -17,7 +17,7 @@ from forebay.cli.common.times import time_us
 from forebay.cli.common.unverified import DIVERGED
 from forebay.cli.planner.command import LIMIT, PlannerStatusCommand
 from forebay.cli.planner.view import show_explanation, show_history, show_status
-from forebay.planner.orders import OrderInvalid, scaling_on_kafka
+from forebay.planner.orders import scaling_on_kafka
 from forebay.replay.scaling.decisions import explain_decision, read_history
 from forebay.replay.scaling.journal import OnProgress
 from forebay.replay.scaling.status import read_planner_status
@@ -103,11 +103,8 @@ async def _scaling_log(source: Source) -> AsyncIterator[Log]:
         async with source.source() as log:
             yield log
         return
-    try:
-        async with scaling_on_kafka(source.settings()) as kafka:
-            yield kafka
-    except OrderInvalid as error:
-        fail(str(error))
+    async with scaling_on_kafka(source.settings()) as kafka:
+        yield kafka
 
 
 def _window_us(text: str) -> tuple[int, int]:

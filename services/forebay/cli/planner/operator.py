@@ -11,7 +11,6 @@ from forebay.cli.planner.command import AUTO, SIZE_MAX, PlannerSetCommand
 from forebay.core.scaling.state import PoolKey
 from forebay.planner.orders import (
     Order,
-    OrderInvalid,
     OrderReport,
     execute_order,
     pause_order,
@@ -39,11 +38,8 @@ def run_set(options: PlannerSetCommand) -> None:
         return size_order(pools, pool, count, name) if pool else pause_order(name, paused=bool(options.pause))
 
     async def run() -> bool:
-        try:
-            async with scaling_on_kafka(options.kafka.settings()) as log:
-                return await execute_order(log, make, timeout_s, report)
-        except OrderInvalid as error:
-            fail(str(error))
+        async with scaling_on_kafka(options.kafka.settings()) as log:
+            return await execute_order(log, make, timeout_s, report)
 
     with explained():
         is_effective = asyncio.run(run())

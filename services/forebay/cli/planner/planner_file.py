@@ -12,11 +12,11 @@ import msgspec
 from forebay.cli.common.plain_file import kind_of, read_plain_file
 from forebay.cli.profiler.profile_file import MeasuredProfile
 from forebay.core.scaling.state import PoolKey
-from forebay.events.names import NameInvalid, require_name, unknown_name
+from forebay.events.names import require_name, unknown_name
 from forebay.events.scaling import DecodePoint, PlannerSettings, PoolScaling, PrefillPoint
 from forebay.planner.predictors import predictor
 from forebay.planner.simulation import PoolEngine, pool_engine
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import ConfigError, prefixed
 from forebay.simulate.field_descriptions import in_terms_of_keys, invalid_field
 from forebay.simulate.profiles.profile import MOCKER, load_profile
 from forebay.simulate.settings import WORKERS_MAX
@@ -48,29 +48,23 @@ class PlannerFile:
 
 def read_planner_file(path: Path) -> PlannerFile:
     """Read a file of `forebay planner run`. Raises ConfigError, with file and key, if it is invalid."""
-    try:
+    with prefixed(path):
         return _file(path, read_toml(path))
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 def _file(path: Path, raw: Mapping[str, Any]) -> PlannerFile:
     settings = convert({**raw, "pools": ()}, PlannerSettings)
-    try:
+    with prefixed("predictor"):
         predictor(settings.predictor)
-    except ConfigError as error:
-        raise ConfigError(f"predictor: {error}") from None
     pools, engines = [], {}
     for number, table in enumerate(pool_tables(raw, PoolTable)):
-        try:
+        with prefixed(f"pools[{number}]"):
             pool = _pool(path, settings, table)
             pools.append(pool)
             if settings.method == "simulate":
                 _require_simulatable(pool, table)
             if table.engine_profile:
                 engines[pool.group, pool.pool] = _engine(path.parent, table.engine_profile, pool)
-        except ConfigError as error:
-            raise ConfigError(f"pools[{number}]: {error}") from None
     settings = msgspec.structs.replace(settings, pools=tuple(pools))
     _require_gpus(settings)
     if settings.method == "simulate":
@@ -126,16 +120,14 @@ def _require_stages(pools: Sequence[PoolScaling], engines: Mapping[PoolKey, Pool
 
 def _engine(folder: Path, name: str, pool: PoolScaling) -> PoolEngine:
     """Return the engine with the built-in profile or the profile file of this name."""
-    try:
+    with prefixed("engine_profile"):
         profile = load_profile(MOCKER if name == MOCKER else str(folder / name))
         return pool_engine(profile, pool.kv_tokens)
-    except ConfigError as error:
-        raise ConfigError(f"engine_profile: {error}") from None
 
 
 def _profile(path: Path) -> dict[str, Any]:
     raw = read_plain_file(path, "profile")
-    try:
+    with prefixed(f"profile {path}"):
         if not isinstance(raw, dict):
             raise ConfigError(f"expected an object with prefill and decode, got {kind_of(raw)}")
         require_known(raw, MeasuredProfile.__struct_fields__)
@@ -143,8 +135,6 @@ def _profile(path: Path) -> dict[str, Any]:
             "prefill": _points(raw, "prefill", PrefillPoint, ("isl",)),
             "decode": _points(raw, "decode", DecodePoint, ("context", "concurrency")),
         }
-    except ConfigError as error:
-        raise ConfigError(f"profile {path}: {error}") from None
 
 
 def _points(raw: Mapping[str, Any], stage: str, kind: type[PointT], place: tuple[str, ...]) -> tuple[PointT, ...]:
@@ -154,12 +144,10 @@ def _points(raw: Mapping[str, Any], stage: str, kind: type[PointT], place: tuple
         raise ConfigError(f"{stage}: expected a list of points, got {kind_of(found)}")
     points: dict[tuple[float, ...], PointT] = {}
     for number, one in enumerate(found):
-        try:
+        with prefixed(f"{stage}[{number}]"):
             if not isinstance(one, dict):
                 raise ConfigError(f"expected a point, got {kind_of(one)}")
             point = convert(one, kind)
-        except ConfigError as error:
-            raise ConfigError(f"{stage}[{number}]: {error}") from None
         at = tuple(getattr(point, name) for name in place)
         if at in points:
             first = list(points).index(at)
@@ -203,13 +191,11 @@ def pool_tables(raw: Mapping[str, Any], kind: type[StructT]) -> list[StructT]:
         raise ConfigError("expected at least one table [[pools]]")
     tables: dict[tuple[str, str], StructT] = {}
     for number, table in enumerate(found):
-        try:
+        with prefixed(f"pools[{number}]"):
             if not isinstance(table, dict):
                 raise ConfigError(f"expected a table, got {kind_of(table)}")
             made = convert(table, kind)
             names = require_name("model", table["group"]), require_name("pool", table["pool"])
-        except (NameInvalid, ConfigError) as error:
-            raise ConfigError(f"pools[{number}]: {error}") from None
         if names in tables:
             first = list(tables).index(names)
             raise ConfigError(f"pools[{number}]: {'/'.join(names)} is also pools[{first}]; use each pool once")

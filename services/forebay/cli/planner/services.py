@@ -25,7 +25,7 @@ from forebay.processes.planner import PlannerProcessSettings, run
 from forebay.processes.service import Cluster
 from forebay.processes.supervisor import KubernetesSettings, PodSetKind, ProcessSettings, SupervisorSettings
 from forebay.processes.supervisor import run as supervise
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import ConfigError, prefixed
 
 KILL_AFTER_S_MAX = 7 * 86_400.0
 
@@ -52,10 +52,8 @@ class KubernetesTable(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_supervise_file(path: Path) -> ProcessSettings | KubernetesSettings:
     """Read a file of `forebay planner supervise`. Raises ConfigError, with file and key, if it is invalid."""
-    try:
+    with prefixed(path):
         return _settings(path, read_toml(path))
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 def _settings(path: Path, raw: Mapping[str, Any]) -> ProcessSettings | KubernetesSettings:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from forebay.cli.common.options import Option
 from forebay.cli.common.terminal import own_stdout
 from forebay.events.names import unknown_name
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import ConfigError, prefixed
 
 if TYPE_CHECKING:
     from forebay.core.routing.policies import CustomPolicies
@@ -39,10 +39,8 @@ def allowed_policies(allowed: Iterable[str] | None, modes: Iterable[str] = ()) -
     for mode in wanted:
         if mode in BUILT_IN:
             raise ConfigError(f"{ALLOW_POLICY} {mode}: the policy is built in and always allowed; omit the option")
-        try:
+        with prefixed(f"{ALLOW_POLICY} {mode}"):
             require_policy(mode)
-        except ConfigError as error:
-            raise ConfigError(f"{ALLOW_POLICY} {mode}: {error}") from None
     with own_stdout():  # what the imported modules print is no result of the command
         return load_policies([*wanted, *modes])
 

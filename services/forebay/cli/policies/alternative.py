@@ -18,7 +18,7 @@ from forebay.cli.policies.allowed import require_policy
 from forebay.cli.policies.file import named_fields, read_policy_file
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.names import unknown_name
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import ConfigError, prefixed
 from forebay.simulate.field_descriptions import allowed_values, unknown_field
 
 SET = "--set"
@@ -49,13 +49,11 @@ class Change:
         """Return the configuration of a pool with this change, if it applies there. Raises ConfigError if invalid."""
         if self.pool not in ("", pool.pool):
             return pool
-        try:
+        with prefixed(self.text):
             if self.path in POOL_FIELDS:
                 return msgspec.structs.replace(pool, **{self.path: self.value})
             router = _replaced(pool.router, self.path.split("."), self.value)
             return msgspec.structs.replace(pool, router=router)
-        except ValueError as error:
-            raise ConfigError(f"{self.text}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +161,8 @@ class AlternativeOptions:
 
 
 def _require_policy(mode: str, given: str) -> None:
-    try:
+    with prefixed(given):
         require_policy(mode)
-    except ConfigError as error:
-        raise ConfigError(f"{given}: {error}") from None
 
 
 def _change(text: str) -> Change:

@@ -15,7 +15,7 @@ from forebay.cli.common.options import Option, declarations_of
 from forebay.cli.policies.allowed import add_current_directory, require_policy
 from forebay.cli.policies.file import named_fields, read_policy_file
 from forebay.events.control import DisaggConfig, QueuePolicy, RouterConfig, RouterMode
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import ConfigError, prefixed
 from forebay.simulate.field_descriptions import invalid_field, unknown_field
 
 MODES = get_args(RouterMode)
@@ -199,10 +199,8 @@ class RouterOptions:
         for name, option in ROUTER_OPTIONS.items():
             if option.path and (value := getattr(self, name)) is not None:
                 config = _changed(config, option.path, value, option.flag(name))
-        try:
+        with prefixed(file if self.router_mode is None else "--router-mode"):
             require_policy(config.mode)
-        except ConfigError as error:
-            raise ConfigError(f"{file if self.router_mode is None else '--router-mode'}: {error}") from None
         return config
 
     def _disagg(self, disagg: DisaggConfig) -> DisaggConfig:

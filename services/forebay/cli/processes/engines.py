@@ -16,7 +16,7 @@ from forebay.ingress.model import DEFAULT_MODEL
 from forebay.processes.engines import EngineChoice
 from forebay.processes.model_source import directory_of, find_model
 from forebay.processes.names import adapters, names
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import ConfigError, prefixed
 from forebay.simulate.field_descriptions import invalid_field, unknown_field
 from forebay.simulate.profiles.profile import MOCKER, load_profile
 from forebay.workers.engines.adapters import ADAPTERS, ENGINES, MOCK
@@ -54,10 +54,8 @@ def choose_engine(options: EngineOptions) -> EngineChoice:
         raise ConfigError(f"--role: {unknown_name('role', options.role, get_args(Role))}")
     if options.speedup is not None and not (math.isfinite(options.speedup) and options.speedup > 0):
         raise ConfigError(f"--speedup must be a positive number, not {options.speedup}")
-    try:
+    with prefixed("--engine-profile"):
         profile = load_profile(options.engine_profile or MOCKER)
-    except ConfigError as error:
-        raise ConfigError(f"--engine-profile: {error}") from None
     is_real = options.engine != MOCK
     if options.kv_store_name and options.engine not in SHARING:
         raise ConfigError(f"--kv-store-name requires --engine {' or '.join(SHARING)}, got {options.engine}")
@@ -171,10 +169,8 @@ def _mock_arguments(raw: Mapping[str, Any]) -> MockArguments:
 def _arguments(text: str) -> Mapping[str, Any]:
     """Read engine arguments from a file, or decode them if `text` is a JSON object."""
     if text.lstrip().startswith("{"):
-        try:
+        with prefixed("--engine-args"):
             raw = msgspec.json.decode(text)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"--engine-args: {error}") from None
         source = "--engine-args"
     else:
         raw, source = read_plain_file(Path(text), "file of arguments"), text

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 from forebay.cli.common.options import Option
 from forebay.events.names import unknown_name
 from forebay.events.pools import PoolRouting
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import ConfigError, prefixed
 from forebay.simulate.pool_routing_file import read_pool_routing, routing_of
 
 ModelOption = Annotated[
@@ -65,18 +65,14 @@ class SnapshotOptions:
 
 def pool_routing_of(path: Path, model: str) -> PoolRouting:
     """Return the rules for the pools of a model in a file. Raises ConfigError if it is invalid or has no such model."""
-    try:
+    with prefixed("--pool-routing"):
         return routing_of(path, model)
-    except ConfigError as error:
-        raise ConfigError(f"--pool-routing: {error}") from error
 
 
 def pool_routing_by_model(path: Path | None) -> dict[str, PoolRouting]:
     """Return the rules in a file by model; none without a file. Raises ConfigError if the file is invalid."""
-    try:
+    with prefixed("--pool-routing"):
         return {} if path is None else read_pool_routing(path)
-    except ConfigError as error:
-        raise ConfigError(f"--pool-routing: {error}") from error
 
 
 def placed_taints(given: Sequence[str], workers: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -24,7 +24,6 @@ from forebay.cli.common.errors import explained
 from forebay.cli.processes.command import ServeCommand
 from forebay.processes.notices import complain
 from forebay.runtime.errors import ConfigError
-from forebay.workers.engine import EngineError
 from forebay.workers.service import Service, load_service
 
 GPU = re.compile(r"nvidia\d+")
@@ -43,10 +42,7 @@ class Share:
 
 def run_serve(options: ServeCommand) -> None:
     with explained():
-        try:
-            made = load_service(options.service)
-        except EngineError as error:  # bad input, because no engine was started
-            raise ConfigError(str(error)) from None
+        made = load_service(options.service)
         found = shares(
             made,
             options.workers or made.workers,

@@ -12,7 +12,7 @@ from forebay.cli.common.options import Argument, Option
 from forebay.cli.policies.allowed import AllowPolicyOption, require_policy
 from forebay.events.control import DisaggConfig, RouterConfig
 from forebay.events.names import unknown_name
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import ConfigError, prefixed
 from forebay.simulate.fleet_file import load_fleet, worker_group
 from forebay.simulate.profiles.profile import MOCKER, SIZE_MAX, load_profile
 from forebay.simulate.settings import (
@@ -306,10 +306,8 @@ def slo_of(text: str | None, attain: float | None) -> Slo | None:
         if attain is not None:
             raise ConfigError("--attain requires --slo")
         return None
-    try:
+    with prefixed(f"--slo {text}"):
         return parse_slo(text)
-    except ConfigError as error:
-        raise ConfigError(f"--slo {text}: {error}") from None
 
 
 def require_routers(routers: Iterable[RouterConfig], pools: Iterable[PoolSettings] = ()) -> None:
@@ -438,7 +436,5 @@ def _own_tiers(tiers: WorkerTiers | None, sizes: Mapping[str, str]) -> WorkerTie
 def _sized(name: str, kind: Callable[..., Tier], tier: Tier | None, sizes: Mapping[str, str]) -> Tier | None:
     if name not in sizes:
         return tier
-    try:
+    with prefixed(f"--kv-tier {name}"):
         return kind(size=sizes[name]) if tier is None else msgspec.structs.replace(tier, size=sizes[name])
-    except ValueError as error:
-        raise ConfigError(f"--kv-tier {name}: {error}") from None

@@ -9,10 +9,10 @@ from forebay.cli.planner.planner_file import PlannerFile, read_planner_file
 from forebay.events.scaling import DemandForecast, ScalingDecided, SimulatedSize
 from forebay.planner.predictors import predictor
 from forebay.planner.simulation import simulated_sizes
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import prefixed
 from forebay.simulate.outcome import SimulationOutcome
 from forebay.simulate.planned import Planning, require_plannable
-from forebay.simulate.settings import Settings, SettingsUnusable
+from forebay.simulate.settings import Settings
 from forebay.simulate.slo import Slo, meets
 
 S_PER_HOUR = 3600
@@ -22,10 +22,8 @@ US_PER_S = 1e6
 def read_planner(path: Path, settings: Settings) -> PlannerFile:
     """Read the file of a planner. Raises ConfigError if it is invalid, or cannot scale the fleet."""
     planner = read_planner_file(path)
-    try:
+    with prefixed(f"--planner {path}"):
         require_plannable(planner.settings, settings)
-    except SettingsUnusable as error:
-        raise ConfigError(f"--planner {path}: {error}") from None
     return planner
 
 

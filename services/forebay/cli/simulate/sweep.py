@@ -29,7 +29,7 @@ from forebay.cli.simulate.simulations import Job, OnDone, Work, play, reason, ru
 from forebay.cli.simulate.sweep_axes import Combination, axes_of, combinations
 from forebay.cli.simulate.sweep_view import attaining, show
 from forebay.processes.notices import complain
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import ConfigError, prefixed
 from forebay.simulate.capacity import SpeedTrial, search
 from forebay.simulate.pareto import costs, optimal
 from forebay.simulate.reading import open_workload
@@ -106,10 +106,8 @@ def _jobs(workload: str, todo: Sequence[Combination], find_capacity: bool) -> tu
         groups = [(pool.model, group.engine) for pool in one.fleet.pools for group in pool.groups]
         fleet = tuple((model, engine.block_size, engine.kv_blocks_total) for model, engine in groups)
         if (shape, fleet) not in possible:
-            try:
+            with prefixed(one.name):
                 require_servable(opened, one.fleet)
-            except ConfigError as error:
-                raise ConfigError(f"{one.name}: {error}") from None
             possible.add((shape, fleet))
         requests = surveys[shape].requests
         jobs.append(Job(one.name, one.fleet, one.router, workload, options, requests))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 
 from forebay.events.names import unknown_name
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import ConfigError, prefixed
 
 Positive = Annotated[float, msgspec.Meta(gt=0.0)]
 FILE_BYTES_MAX = 1 << 20  # profiles and model configs have a few kilobytes
@@ -75,17 +75,13 @@ def _sheets() -> dict[str, Gpu]:
 
 def read_transformer(path: Path) -> Transformer:
     """Read a model's sizes from the `config.json` of Hugging Face's transformers."""
-    try:
+    with prefixed(path):
         config = msgspec.json.decode(read_file(path), type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: {error}") from None
     inner = config.get("text_config")
     if isinstance(inner, dict) and "hidden_size" not in config:
         config = {**config, **inner}
-    try:
+    with prefixed(path):
         return _transformer(config)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 def read_file(path: Path) -> bytes:
