@@ -113,7 +113,7 @@ class Careful(Driver):
 
 
 def state(world: World) -> tuple[Any, ...]:
-    return [machine.digest() for machine in world.machines()], dict(world.pools), dict(world.busy), dict(world.turns)
+    return [machine.digest() for machine in world.machines()], world.settings.snapshot(), dict(world.turns)
 
 
 def through_the_wire(world: World) -> list[Chunk]:

@@ -328,7 +328,7 @@ CHANGES: tuple[dict[str, Any], ...] = ({}, {"tier_credit": "measured"}, {"shared
 
 def world_with(router: RouterConfig) -> World:
     world = World()
-    world.configure(PoolConfigured(pool="p", model="m", block_size=4, router=router))
+    world.set_pools(PoolConfigured(pool="p", model="m", block_size=4, router=router))
     return world
 
 

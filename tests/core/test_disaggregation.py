@@ -279,7 +279,7 @@ def test_limits_are_changed_at_run_time_until_the_pool_is_configured_anew() -> N
     assert drive.world.digest() != before
     assert drive.ask("r1").prefill.reason == "always"
     drive.world.take_consumed()
-    assert restore(drive.world.snapshot()).disagg == {"default": rule("always")}
+    assert restore(drive.world.snapshot()).settings.disagg == {"default": rule("always")}
     drive("control", decode_pool(disagg=classic(1_000)))
     assert drive.ask("r2").prefill.reason == "short_prompt"
     drive("control", DisaggregationSet(model="nobody's", disagg=rule("always")))
@@ -291,7 +291,7 @@ def test_only_decode_pools_have_a_rule() -> None:
     drive = Driver().fleet("a")
     before = drive.world.digest()
     drive("control", DisaggregationSet(model="m", disagg=rule("always")))
-    assert drive.world.disagg == {}
+    assert drive.world.settings.disagg == {}
     assert drive.world.digest() != before, "it was read"
     with pytest.raises(ValueError, match="decode_busy_threshold"):
         DisaggConfig(decode_busy_threshold=1.1)

@@ -141,7 +141,7 @@ class Books(Driver):
         assert (routed.prefill is None) == (routed.stage in ("encode", "decode"))
         if routed.prefill is not None:
             assert routed.prefill.remote == (routed.stage == "prefill")
-            config = world.disagg.get("default", world.pools["default"].router.disagg)
+            config = world.settings.disagg_of(world.pools["default"])
             assert routed.prefill.remote or not config.enforce or routed.prefill.reason in LOCAL_BY_RULE
 
     def _look_at_requests(self) -> None:

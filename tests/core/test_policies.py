@@ -27,7 +27,7 @@ from forebay.core.routing.policies import (
     RoutingWorld,
 )
 from forebay.core.routing.selection import draw, lowest, mix64, scale_draw, softmax_weights
-from forebay.core.state.pool_registry import PoolEvent, PoolRegistry
+from forebay.core.state.pool_settings import PoolSettings
 from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.core.state_machine import digest_of
 from forebay.core.step import claim
@@ -43,7 +43,7 @@ from forebay.events.control import (
 )
 from forebay.events.decisions import RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerLost
-from forebay.events.pools import PoolCanarySet, PoolDrainSet
+from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRule
 from forebay.events.requests import RouterOverride, RoutingHints
 from tests.core.worlds import BLOCK, PROMPTS, Driver, joined, pool, query, request
 
@@ -286,15 +286,15 @@ def test_a_policy_applies_to_later_decisions_of_its_pool() -> None:
 
 def test_a_policy_is_valid_until_the_pool_is_configured_again() -> None:
     drive = Driver().fleet("a")
-    configured = drive.world.configured_pools()
+    configured = drive.world.settings.configured()
     drive("control", policy("random"))
-    assert drive.world.configured_pools() == configured, "an owner that takes over keeps the policy"
-    assert drive.copy().world.modes == {"default": "kv"}
+    assert drive.world.settings.configured() == configured, "an owner that takes over keeps the policy"
+    assert drive.copy().world.settings.modes == {"default": "kv"}
     assert routed(drive.copy(), "r1").mode == "random"
     drive("control", policy("least-loaded"))
-    assert (drive.world.modes, drive.world.configured_pools()) == ({"default": "kv"}, configured)
+    assert (drive.world.settings.modes, drive.world.settings.configured()) == ({"default": "kv"}, configured)
     drive("control", pool())
-    assert (drive.world.modes, routed(drive, "r2").mode) == ({}, "kv")
+    assert (drive.world.settings.modes, routed(drive, "r2").mode) == ({}, "kv")
 
 
 def test_the_configured_policy_leaves_nothing_in_the_state() -> None:
@@ -319,7 +319,7 @@ def test_a_policy_that_cannot_apply_is_counted(event: PolicySet, count: str) -> 
     drive = Driver().fleet("a")
     before = dict(drive.world.pools)
     assert drive("control", event) == []
-    assert (drive.world.counts[count], drive.world.pools, drive.world.modes) == (1, before, {})
+    assert (drive.world.counts[count], drive.world.pools, drive.world.settings.modes) == (1, before, {})
 
 
 def test_a_custom_policy_that_the_owner_may_run_applies() -> None:
@@ -357,12 +357,12 @@ def test_a_policy_routes_requests_that_could_not_be_routed() -> None:
     ],
     ids=["drain", "canary"],
 )
-def test_rules_without_an_operator_keep_their_digests(event: PoolEvent, fields: tuple[Any, ...]) -> None:
-    registry, named = PoolRegistry(), PoolRegistry()
-    registry.apply(event)
-    assert registry.digest() == digest_of(fields)
+def test_rules_without_an_operator_keep_their_digests(event: PoolRule, fields: tuple[Any, ...]) -> None:
+    settings, named = PoolSettings(), PoolSettings()
+    settings.apply(event)
+    assert settings.digest_of_rules() == digest_of(fields)
     named.apply(msgspec.structs.replace(event, operator="alice"))
-    assert named.digest() == digest_of((*fields, "alice"))
+    assert named.digest_of_rules() == digest_of((*fields, "alice"))
 
 
 # Counterfactual selections in the recorded state

@@ -13,7 +13,6 @@ from forebay.core.routing.disaggregation import locate_prompt
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.state.active_request import ActiveRequest
-from forebay.core.state.pool_registry import PoolEvent
 from forebay.core.state.prefix_index import TIERS
 from forebay.core.step import AnyDecision, InputEvent, claim, open_run, step
 from forebay.core.world import World
@@ -44,7 +43,15 @@ from forebay.events.fleet import (
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared, StoreBlocksAdded, StoreBlocksRemoved
 from forebay.events.media import Encoded, Media
 from forebay.events.metrics import LoadReported, TierCost, TierCosts, TierCostsMeasured
-from forebay.events.pools import GridPool, PoolCanarySet, PoolDrainSet, PoolGrid, PoolRouting, PoolRoutingConfigured
+from forebay.events.pools import (
+    GridPool,
+    PoolCanarySet,
+    PoolDrainSet,
+    PoolGrid,
+    PoolRouting,
+    PoolRoutingConfigured,
+    PoolRule,
+)
 from forebay.events.progress import (
     AttemptRejected,
     CommandDone,
@@ -405,7 +412,7 @@ def may_go(world: World, request: ActiveRequest) -> bool:
 
 
 def disagg_policy_of(world: World, request: ActiveRequest) -> str:
-    return world.disagg.get(request.submitted.pool, world.pools[request.submitted.pool].router.disagg).policy
+    return world.settings.disagg_of(world.pools[request.submitted.pool]).policy
 
 
 TWICE = ("stored", "command", "obey", "in_store", "prefilled", "rules", "media", "encoded")
@@ -548,7 +555,7 @@ def tier_event(kind: str, position: tuple[str, int, int], blocks: list[int], fir
     return "kv-events", BlocksStored(**of_cache, sequence_hashes=hashes, parent_hash=parent, tier=tier)
 
 
-def pool_rule(first: int, depth: int, third: int) -> PoolEvent:
+def pool_rule(first: int, depth: int, third: int) -> PoolRule:
     """A rule for the choice of pools of the model m."""
     names = ("default", "other", "prefillers")
     if first < 4:

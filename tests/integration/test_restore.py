@@ -11,7 +11,7 @@ from forebay.events.control import PolicySet
 from forebay.events.decisions import RequestRouted
 from forebay.events.pools import PoolDrainSet
 from forebay.events.topics import CONTROL, DEAD_LETTERS, DECISIONS
-from forebay.replay.restore import settings_of, settled_world
+from forebay.replay.restore import settings_of
 from forebay.transport.base import Draft, Record
 from forebay.transport.dead_letters import dead_letter
 from forebay.transport.kafka.log import KafkaLog
@@ -81,7 +81,7 @@ async def test_a_new_namespace_serves_with_the_settings_of_a_recording(
         for _ in range(2):
             mode = await complete(lost)
         assert mode == "round-robin"
-        wanted, _ = await settled_world(log, 0)
+        wanted, _ = await settings_of(log, 0)
         await log.close()
         await command(lost, "record", *lost.where, recording)
         refused = await command(lost, "restore", recording, *lost.where, code=2)
@@ -97,8 +97,8 @@ async def test_a_new_namespace_serves_with_the_settings_of_a_recording(
         await new.serve(worker=FAST)
         assert await complete(new) == "round-robin"
         log = await KafkaLog.open(new.settings)
-        found, read = await settled_world(log, 0)
+        found, read = await settings_of(log, 0)
         await log.close()
-        assert settings_of(found) == settings_of(wanted)
+        assert found.snapshot() == wanted.snapshot()
         assert read.settings == 3, "the router did not configure the pool again"
         await new.require_verified()

@@ -1,6 +1,5 @@
 """A restored namespace has the groups and the settings of the recorded log, and an owner applies them."""
 
-import random
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,57 +13,24 @@ from forebay.events.control import (
     BusyThresholdsSet,
     Command,
     ControlEvent,
-    DisaggConfig,
-    DisaggregationSet,
     PolicySet,
     PoolConfigured,
-    Role,
-    RouterConfig,
     WorkerCommanded,
 )
 from forebay.events.decisions import RequestRouted
 from forebay.events.groups import GroupPlaced
-from forebay.events.pools import GridPool, PoolCanarySet, PoolDrainSet, PoolGrid, PoolRouting, PoolRoutingConfigured
+from forebay.events.pools import GridPool, PoolDrainSet, PoolGrid, PoolRouting, PoolRoutingConfigured
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS
 from forebay.journal.groups import groups_of
 from forebay.replay.record.slice import Window
-from forebay.replay.restore import RestoreRefused, restored_groups, settings_of, settled_world, write_group
+from forebay.replay.restore import RestoreRefused, restored_groups, settings_of, write_group
 from forebay.transport.base import Draft, LogError
 from forebay.transport.sqlite.log import SqliteLog
-from tests.depth import sampled
 from tests.replay.slices import journal_of, opened, sliced
 from tests.system import BLOCK, MODEL, System, submitted, until, until_ended
 
-POOLS: list[tuple[str, Role]] = [
-    ("a", "aggregated"),
-    ("b", "aggregated"),
-    ("d", "decode"),
-    ("e", "decode"),
-    ("p", "prefill"),
-]
 CUSTOM = f"{RoundRobin.__module__}.{RoundRobin.__qualname__}"
 GRID = PoolGrid(isl_max=100, target_max_ms=10, pools=(GridPool(pool="default", priority=1),), cells=(("default",),))
-
-
-def change(chance: random.Random) -> ControlEvent:
-    """Return a random change of settings of one of two models."""
-    model = chance.choice(("m", "n"))
-    name, role = chance.choice(POOLS)
-    pool = f"{name}-{model}"
-    changes: list[ControlEvent] = [
-        PoolConfigured(
-            pool=pool, model=model, block_size=16, role=role, router=RouterConfig(mode=chance.choice(("kv", "random")))
-        ),
-        BusyThresholdsSet(
-            model=model, thresholds=BusyThresholds(active_prefill_tokens_threshold=chance.choice((None, 5, 7)))
-        ),
-        DisaggregationSet(model=model, disagg=DisaggConfig(eff_isl_threshold=chance.randint(1, 3)), operator="ann"),
-        PolicySet(model=model, pool=pool, mode=chance.choice(("kv", "random", "round-robin", CUSTOM))),
-        PoolRoutingConfigured(model=model, routing=PoolRouting(retry=chance.random() < 0.5)),
-        PoolCanarySet(model=model, pool=pool, base=chance.choice(("", "a-m", "b-n")), share=0.25),
-        PoolDrainSet(model=model, pool=pool, drained=chance.random() < 0.7),
-    ]
-    return chance.choice(changes)
 
 
 async def append(log: SqliteLog, partition: int, *events: ControlEvent) -> None:
@@ -88,19 +54,6 @@ def log() -> Iterator[SqliteLog]:
     """Return an empty log in memory."""
     with closing(SqliteLog.open(None)) as log:
         yield log
-
-
-@pytest.mark.parametrize("seed", sampled(range(200), 60))
-async def test_any_history_of_changes_leads_to_the_same_settings(log: SqliteLog, seed: int) -> None:
-    chance = random.Random(seed)
-    await place(log, "m", 1)
-    await append(log, 1, *(change(chance) for _ in range(chance.randint(1, 60))))
-    wanted, read = await settled_world(log, 1)
-    with closing(await restored(log)) as target:
-        found, written = await settled_world(target, 1)
-        assert settings_of(found) == settings_of(wanted)
-        assert await groups_of(target) == {"m": 1}
-        assert written.settings <= read.settings + len(wanted.pools), "superseded changes are left out"
 
 
 async def test_groups_keep_their_partitions_and_are_placed_last(log: SqliteLog) -> None:
@@ -178,25 +131,25 @@ async def source(tmp_path: Path) -> Path:
 async def test_a_recording_that_begins_at_a_snapshot_has_all_settings(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "slice.rec"
     with opened(source) as log:
-        wanted, _ = await settled_world(log, 0)
+        wanted, _ = await settings_of(log, 0)
         contents = await sliced(log, out, Window(from_us=journal_of(source)[-12].at_us))
     assert contents.groups[0].start > 0
     with opened(out) as recording:
         assert await recording.begin(CONTROL.name, 0) > 0, "earlier changes are only in the snapshot"
         with closing(await restored(recording)) as target:
-            found, _ = await settled_world(target, 0)
-    assert settings_of(found) == settings_of(wanted)
+            found, _ = await settings_of(target, 0)
+    assert found.snapshot() == wanted.snapshot()
 
 
 async def test_an_owner_serves_a_restored_namespace_with_its_settings(source: Path) -> None:
     with opened(source) as log:
-        wanted, _ = await settled_world(log, 0)
+        wanted, _ = await settings_of(log, 0)
         target = await restored(log)
     assert target.next_offset(DECISIONS.name, 0) == 0
     with closing(target):
         async with System(target).started(2) as system, system.owned(pool=None) as owner:
             await until(lambda: len(owner.world.fleet) == 2)
-            assert settings_of(owner.world) == settings_of(wanted), "the owner does not reset the settings"
+            assert owner.world.settings.snapshot() == wanted.snapshot(), "the owner does not reset the settings"
             assert owner.world.pools["default"].block_size == BLOCK
             system.send(submitted("r", [1] * 8))
             await until_ended(system, "r")

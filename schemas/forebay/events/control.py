@@ -6,7 +6,7 @@ import msgspec
 
 from forebay.events.base import Count, Event, Name, Part
 from forebay.events.numbers import Fraction, Seconds, Weight, require_numbers
-from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
+from forebay.events.pools import PoolRule
 from forebay.events.privacy import LORA, MODEL, NONCE, PATH, POOL, REQUEST_ID, WORKER, OperatorName, SystemName
 
 RouterMode = Literal["kv", "round-robin", "random", "power-of-two", "least-loaded", "direct"]
@@ -319,13 +319,5 @@ class WorkerCommanded(Event, tag="control.worker_commanded", frozen=True, kw_onl
     operator: OperatorName = ""
 
 
-ControlEvent = (
-    PoolConfigured
-    | PoolRoutingConfigured
-    | PoolCanarySet
-    | PoolDrainSet
-    | BusyThresholdsSet
-    | DisaggregationSet
-    | PolicySet
-    | WorkerCommanded
-)
+PoolSetting = PoolConfigured | PoolRule | BusyThresholdsSet | DisaggregationSet | PolicySet
+ControlEvent = PoolSetting | WorkerCommanded

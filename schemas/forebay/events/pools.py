@@ -163,6 +163,7 @@ class PoolDrainSet(Event, tag="control.pool_drain_set", frozen=True, kw_only=Tru
     operator: OperatorName = ""
 
 
+PoolRule = PoolRoutingConfigured | PoolCanarySet | PoolDrainSet
 ChoiceReason = Literal["first", "grid", "override", "canary", "worker", "session", "retry", "moved"]
 SkipReason = Literal["unknown", "drained", "block_size", "no_workers", "no_eligible_worker", "busy", "full", "failed"]
 

@@ -6,7 +6,7 @@ changes a setting. So `PoolConfigurator` reads the new records before each resul
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import msgspec
 
 from forebay import runtime
 from forebay.core.routing.policies import BUILT_IN
-from forebay.core.state.pool_registry import PoolEvent, PoolRegistry
+from forebay.core.state.pool_settings import PoolSettings, is_allowed
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.control import (
     BusyThresholds,
@@ -24,9 +24,10 @@ from forebay.events.control import (
     PolicySet,
     PoolConfigured,
     Role,
+    WorkerCommanded,
 )
 from forebay.events.names import unknown_name
-from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRouting, PoolRoutingConfigured
+from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRouting, PoolRoutingConfigured, PoolRule
 from forebay.events.topics import CONTROL
 from forebay.ingress.errors import ApiError, no_router
 from forebay.transport.base import Draft, Log, LogError
@@ -56,10 +57,8 @@ class PoolConfigurator:
         self._on_undecodable = on_undecodable
         self.allowed_policies: Callable[[], Collection[str] | None] = lambda: None
         self._position = 0
+        self._settings = PoolSettings()
         self._block_sizes: dict[str, int] = {}
-        self._configured: dict[str, PoolConfigured] = {}
-        self._modes: dict[str, str] = {}  # router mode that `PoolConfigured` set, by pool
-        self._registry = PoolRegistry()
         self._refreshed_s = -REFRESH_S
         self._lock = asyncio.Lock()
 
@@ -69,7 +68,7 @@ class PoolConfigurator:
         if partition is not None:
             async with self._lock:
                 await self._catch_up(partition)
-        return dict(sorted(self._configured.items()))
+        return self._settings.in_effect()
 
     async def disaggregation(self, model: str) -> PoolConfigured:
         """Return the decode pool of a model. Raises ApiError: 409 if it has none, 503 if the log fails."""
@@ -122,14 +121,13 @@ class PoolConfigurator:
     async def rules(self, model: str) -> tuple[PoolRouting, dict[str, ListedPool]]:
         """Return how the owner chooses the pool of a request, and the rules for each pool of a model, by its name."""
         await self.configured()
-        registry = self._registry
-        canaries = {canary.pool: canary for canary in registry.canaries(model)}
-        pools = {pool.pool: pool for pool in self._pools_of(model)}
-        return registry.routing_of(model), {
-            name: ListedPool(pool, registry.is_drained(model, name), canaries.get(name)) for name, pool in pools.items()
+        settings = self._settings
+        return settings.routing_of(model), {
+            pool.pool: ListedPool(pool, settings.is_drained(model, pool.pool), settings.canary(model, pool.pool))
+            for pool in self._pools_of(model)
         }
 
-    async def set_rule(self, event: PoolEvent | PolicySet) -> None:
+    async def set_rule(self, event: PoolRule | PolicySet) -> None:
         """Append a rule for the choice of pools, or the policy of a pool, to the log.
 
         Raises ApiError: 404 for an unknown pool, or a policy that the owner cannot run; 503 as `set_disaggregation`.
@@ -154,7 +152,7 @@ class PoolConfigurator:
 
     def _require_policy(self, mode: str) -> None:
         allowed = sorted(self.allowed_policies() or ())
-        if mode in BUILT_IN or mode in allowed:
+        if is_allowed(mode, allowed):
             return
         text = unknown_name("policy", mode, [*BUILT_IN, *allowed])
         if "." in mode:
@@ -164,7 +162,7 @@ class PoolConfigurator:
             )
         raise ApiError(404, "unknown_policy", text, "mode")
 
-    def _require_known(self, event: PoolEvent | PolicySet) -> None:
+    def _require_known(self, event: PoolRule | PolicySet) -> None:
         """Raise ApiError (404) for an unknown pool or policy. A canary or drain may end without its pool."""
         named: list[tuple[str, str, Role | None]] = []
         match event:
@@ -186,7 +184,7 @@ class PoolConfigurator:
                 raise ApiError(404, "unknown_pool", unknown_name(kind, name, known), param)
 
     def _pools_of(self, model: str) -> list[PoolConfigured]:
-        return [pool for _, pool in sorted(self._configured.items()) if pool.model == model]
+        return [pool for pool in self._settings.in_effect().values() if pool.model == model]
 
     def _decode_pool(self, model: str) -> PoolConfigured:
         found = next((pool for pool in self._pools_of(model) if pool.role == "decode"), None)
@@ -205,49 +203,22 @@ class PoolConfigurator:
                     self._apply_record(record.value)
                 self._position = records[-1].offset + 1 if records else end
             self._refreshed_s = runtime.monotonic_s()
-            self._reset_policies()
+            if (allowed := self.allowed_policies()) is not None:
+                self._settings.reset_policies(allowed)  # as an owner does when it takes over, without an event
         except LogError as error:
             raise _unavailable(error) from error
 
-    def _reset_policies(self) -> None:
-        """Return pools to their configured policies if the owner may not run the policy that an operator set.
-
-        An owner does the same when it takes over. No event on `control` shows that.
-        """
-        allowed = self.allowed_policies()
-        if allowed is None:
-            return
-        for name, pool in list(self._configured.items()):
-            if pool.router.mode not in BUILT_IN and pool.router.mode not in allowed:
-                self._update([pool], mode=self._modes[name])
-
     def _apply_record(self, value: bytes) -> None:
         try:
-            self._apply(decode(CONTROL, value))
+            event: ControlEvent = decode(CONTROL, value)
         except DecodeError as error:
             self._on_undecodable()
             logger.warning("cannot decode a record of %s: %s", CONTROL.name, error)
-
-    def _apply(self, event: ControlEvent) -> None:
-        match event:
-            case PoolConfigured():
-                self._configured[event.pool] = event
-                self._modes[event.pool] = event.router.mode
-                if event.role in ("aggregated", "decode"):
-                    self._block_sizes[event.model] = event.block_size
-            case BusyThresholdsSet():
-                self._update(self._pools_of(event.model), busy=event.thresholds)
-            case DisaggregationSet():
-                self._update(self._pools_of(event.model), disagg=event.disagg)
-            case PolicySet() if event.pool in self._configured:
-                self._update([self._configured[event.pool]], mode=event.mode)
-            case PoolRoutingConfigured() | PoolCanarySet() | PoolDrainSet():
-                self._registry.apply(event)
-
-    def _update(self, pools: Sequence[PoolConfigured], **changes: Any) -> None:
-        for pool in pools:
-            router = msgspec.structs.replace(pool.router, **changes)
-            self._configured[pool.pool] = msgspec.structs.replace(pool, router=router)
+            return
+        if not isinstance(event, WorkerCommanded):
+            self._settings.apply(event)
+        if isinstance(event, PoolConfigured) and event.role in ("aggregated", "decode"):
+            self._block_sizes[event.model] = event.block_size
 
 
 def _no_pool(model: str) -> ApiError:

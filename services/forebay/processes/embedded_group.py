@@ -243,7 +243,7 @@ class EmbeddedGroup:
     def disagg(self) -> DisaggConfig:
         world, configured = self.owner.world, self._settings.router.disagg
         pool = world.pool_of(self.name)
-        return configured if pool is None else world.disagg.get(pool.pool, configured)
+        return configured if pool is None else world.settings.disagg.get(pool.pool, configured)
 
     async def status(self) -> GroupStatus:
         """Return the status of the group. Raises LogError if the log cannot be read."""

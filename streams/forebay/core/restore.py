@@ -7,7 +7,6 @@ from forebay.core.queue_entry import queued_request
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.state.index_digest import IndexTally
 from forebay.core.state.index_scan import RecordedChange, ScannedBlocks
-from forebay.core.state.pool_registry import PoolEvent
 from forebay.core.state.prefix_index import PrefixIndex
 from forebay.core.state.rank_load import kv_blocks_of
 from forebay.core.world import World
@@ -102,14 +101,9 @@ def _restore_state(world: World, chunk: WorldState) -> None:
     world.now_us, world.seq = chunk.now_us, chunk.seq
     world.turns = {pool.pool: pool.turns for pool in chunk.turns}
     world.view = {run.topic: run.count for run in chunk.view}
+    world.settings.restore(chunk)
     for pool in chunk.pools:
-        world.configure(pool)
-    world.busy = {pool.pool: pool.thresholds for pool in chunk.busy}
-    world.disagg = {pool.pool: pool.disagg for pool in chunk.disagg}
-    world.modes = {pool.pool: pool.configured for pool in chunk.policies}
-    rules: tuple[PoolEvent, ...] = (*chunk.pool_routing, *chunk.canaries, *chunk.drains)
-    for event in rules:
-        world.registry.apply(event)
+        world.queues.configure(pool.pool, pool.router.queue)
     world.owner_epoch = chunk.owner_epoch
     world.owner_nonce = chunk.owner_nonce
     world.owner_policies = chunk.owner_policies

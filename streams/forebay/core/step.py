@@ -19,20 +19,12 @@ from forebay.core.dispatch import (
 )
 from forebay.core.execute import abort, release_kv
 from forebay.core.phases import BEFORE_FIRST_TOKEN, Phase
-from forebay.core.routing.policies import BUILT_IN
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state_machine import IllegalTransition
 from forebay.core.worker_commands import apply_command_response, end_commands, submit_command
 from forebay.core.world import World
 from forebay.events.base import hex_digest
-from forebay.events.control import (
-    BusyThresholdsSet,
-    ControlEvent,
-    DisaggregationSet,
-    PolicySet,
-    PoolConfigured,
-    WorkerCommanded,
-)
+from forebay.events.control import BusyThresholdsSet, ControlEvent, WorkerCommanded
 from forebay.events.decisions import Advanced, CacheResyncRequested
 from forebay.events.fleet import (
     AnyFleetEvent,
@@ -55,7 +47,6 @@ from forebay.events.kv import (
     StoreBlocksRemoved,
 )
 from forebay.events.metrics import LoadReported, MetricEvent, TierCostsMeasured
-from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.progress import (
     AnyProgressEvent,
     AttemptRejected,
@@ -102,10 +93,7 @@ def claim(world: World, offset: int, policies: tuple[str, ...] = (), events_vers
     world.owner_epoch, world.owner_nonce = offset, nonce
     world.owner_events = events_version
     world.owner_policies = policies
-    for name, configured in sorted(world.modes.items()):
-        pool = world.pools[name]
-        if pool.router.mode not in BUILT_IN and pool.router.mode not in policies:
-            world.set_mode(pool.model, name, configured)
+    world.settings.reset_policies(policies)
 
 
 def open_run(world: World, now_us: int) -> list[AnyDecision]:
@@ -190,27 +178,14 @@ def _apply(world: World, event: InputEvent | None, offset: int) -> list[AnyDecis
             return _fleet(world, event, offset)
         case OwnershipAnnounced() | IngressJoined() | IngressLost():
             return _fleet(world, event, offset)
-        case PoolConfigured():
-            world.configure(event)
-            world.replan(world.requests.waiting())
-        case BusyThresholdsSet():
-            world.set_busy(event.model, event.thresholds)
-            world.replan()
-        case DisaggregationSet():
-            world.set_disagg(event.model, event.disagg)
-            world.replan(world.requests.waiting())
-        case PolicySet():
-            world.set_mode(event.model, event.pool, event.mode)
-            world.replan(world.requests.waiting())
-        case PoolRoutingConfigured() | PoolCanarySet() | PoolDrainSet():
-            world.registry.apply(event)
-            world.replan(world.requests.waiting())
         case WorkerCommanded():
             return [*submit_command(world, event, offset)]
         case None:
             world.counts["undecodable"] += 1
         case _:
-            assert_never(event)
+            world.set_pools(event)
+            # Busy thresholds do not apply to accepted requests.
+            world.replan(() if isinstance(event, BusyThresholdsSet) else world.requests.waiting())
     return []
 
 
@@ -258,7 +233,7 @@ def _progress(world: World, event: RequestProgress) -> list[AnyDecision]:
             world.note_computed(request)
             world.load.prefill_done(event.request_id)
             pool = world.pools[request.submitted.pool]
-            if pool.role == "decode" or world.registry.retries(pool.model):
+            if pool.role == "decode" or world.settings.retries(pool.model):
                 world.requests.begin(request)
         case OutputGrown():
             if world.pools[request.submitted.pool].router.track_output_blocks:

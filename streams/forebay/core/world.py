@@ -16,7 +16,7 @@ from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.commands import PendingCommands
 from forebay.core.state.fleet import Fleet, FleetWorker
 from forebay.core.state.load import FleetLoad
-from forebay.core.state.pool_registry import PoolRegistry
+from forebay.core.state.pool_settings import PoolSettings, is_allowed
 from forebay.core.state.predicted_cache import RoutedIndex
 from forebay.core.state.prefix_index import PrefixIndex
 from forebay.core.state.queue import Queues
@@ -27,10 +27,10 @@ from forebay.core.state.sessions import Binding, SessionAffinity
 from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.core.state_machine import Digested, digest_of, plain
 from forebay.events.base import U64_MASK
-from forebay.events.control import BusyThresholds, DisaggConfig, PoolConfigured, RouterConfig
+from forebay.events.control import PoolConfigured, PoolSetting, RouterConfig
 from forebay.events.decisions import ConsumedRun
 from forebay.events.fleet import WorkerLost
-from forebay.events.snapshots import Chunk, PoolBusy, PoolDisagg, PoolPolicy, PoolTurns, WorldState
+from forebay.events.snapshots import Chunk, PoolTurns, WorldState
 from forebay.events.versions import EVENTS_VERSION
 
 CORE_VERSION = 1  # raised whenever the same events lead to different decisions
@@ -52,11 +52,8 @@ class World:
         sessions: worker rank of each session.
         routed: blocks assumed to be cached on ranks without KV events.
         predicted: blocks assumed to be cached until KV events arrive.
-        pools: configuration by pool, with the router mode in effect.
-        busy: busy thresholds that an operator set at run time, by pool.
-        disagg: disaggregation settings that an operator set at run time, by pool.
-        modes: router mode that `PoolConfigured` set, by pool whose mode an operator changed at run time.
-        registry: rules by which pools are chosen.
+        settings: configurations of pools, changes by operators, and rules by which pools are chosen.
+        pools: `settings.pools`, the configuration by pool with the router mode in effect.
         view: next offset to apply, by input topic.
         consumed: runs of events applied since the last decision. The next decision's journal record contains them.
         turns: number of routed requests per pool.
@@ -87,11 +84,8 @@ class World:
         self.routed = RoutedIndex()
         self.predicted = RoutedIndex()
         self.commands = PendingCommands()
-        self.pools: dict[str, PoolConfigured] = {}
-        self.busy: dict[str, BusyThresholds] = {}
-        self.disagg: dict[str, DisaggConfig] = {}
-        self.modes: dict[str, str] = {}
-        self.registry = PoolRegistry()
+        self.settings = PoolSettings()
+        self.pools = self.settings.pools
         self.view: dict[str, int] = {}
         self.consumed: list[ConsumedRun] = []
         self.now_us = 0
@@ -152,7 +146,7 @@ class World:
         """
         if (built_in := BUILT_IN.get(mode)) is not None:
             return built_in
-        if as_owner and mode not in self.owner_policies:
+        if as_owner and not is_allowed(mode, self.owner_policies):
             text = (
                 f"the policy {mode} is not allowed on this router; its operator can start it with --allow-policy {mode}"
             )
@@ -202,54 +196,20 @@ class World:
     def _pools(self, model: str) -> Iterator[PoolConfigured]:
         return (self.pools[name] for name in sorted(self.pools) if self.pools[name].model == model)
 
-    def configure(self, event: PoolConfigured) -> None:
-        """Replace the configuration of a pool. This resets the settings that an operator made at run time."""
-        known = self.pools.get(event.pool)
-        self.pools[event.pool] = event
+    def set_pools(self, event: PoolSetting) -> None:
+        """Apply a change of the settings of pools. A change without effect is only counted."""
+        known = self.pools.get(event.pool) if isinstance(event, PoolConfigured) else None
+        no_effect = self.settings.apply(event, self.owner_policies)
+        if no_effect is not None:
+            self.counts[no_effect] += 1
+        if not isinstance(event, PoolConfigured):
+            return
         self.queues.configure(event.pool, event.router.queue)
-        self.busy.pop(event.pool, None)
-        self.disagg.pop(event.pool, None)
-        self.modes.pop(event.pool, None)
         if known is not None and known.role != event.role:
             for request in self.requests.queued():
                 if request.submitted.pool == event.pool:
                     self.queues.remove(request.submitted.request_id)
                     self.queues.push(event.pool, queued_request(request, event))
-
-    def set_busy(self, model: str, thresholds: BusyThresholds) -> None:
-        """Set the busy thresholds of every pool of a model, until the next change or `configure`."""
-        for name, pool in self.pools.items():
-            if pool.model == model:
-                self.busy[name] = thresholds
-        self.counts["unknown_model"] += self.pool_of(model) is None
-
-    def set_disagg(self, model: str, disagg: DisaggConfig) -> None:
-        """Set the disaggregation settings of every decode pool of a model, until the next change or `configure`."""
-        for name, pool in self.pools.items():
-            if pool.model == model and pool.role == "decode":
-                self.disagg[name] = disagg
-        self.counts["unknown_model"] += self.pool_of(model) is None
-
-    def set_mode(self, model: str, pool: str, mode: str) -> None:
-        """Set the router mode of a pool, until the next change or `configure`.
-
-        An unknown pool, or a custom policy that the owner's operator did not allow, is only counted.
-        """
-        known = self.pools.get(pool)
-        if known is None or known.model != model:
-            self.counts["unknown_pool"] += 1
-            return
-        if mode not in BUILT_IN and mode not in self.owner_policies:
-            self.counts["policy_not_allowed"] += 1
-            return
-        configured = self.modes.pop(pool, known.router.mode)
-        if mode != configured:
-            self.modes[pool] = configured
-        self.pools[pool] = known.with_mode(mode)
-
-    def configured_pools(self) -> dict[str, PoolConfigured]:
-        """Return the pools as `PoolConfigured` set them, without router modes that an operator set, by name."""
-        return {name: pool.with_mode(self.modes.get(name, pool.router.mode)) for name, pool in self.pools.items()}
 
     def roster(self, pool: str) -> Roster:
         roster = self._rosters.get(pool)
@@ -363,18 +323,19 @@ class World:
     def digest_with(self, index: Digested) -> int:
         """Return the digest that the world would have with `index` in place of its own prefix index."""
         digests = [(index if machine is self.index else machine).digest() for machine in self.machines()]
+        settings = self.settings.snapshot()
         rest = digest_of(
             digests,
-            plain(tuple(self.pools[name] for name in sorted(self.pools))),
-            plain(tuple(sorted(self.busy.items()))),
-            plain(tuple(sorted(self.disagg.items()))),
+            plain(settings["pools"]),
+            plain(settings["busy"]),
+            plain(settings["disagg"]),
             sorted(self.view.items()),
             sorted(self.turns.items()),
             self.owner_policies,
             self.now_us,
-            sorted(self.modes.items()),
+            plain(settings["policies"]),
         )
-        return (rest + self.registry.digest()) & U64_MASK
+        return (rest + self.settings.digest_of_rules()) & U64_MASK
 
     def snapshot(self) -> Iterator[Chunk]:
         """Yield the complete state as snapshot parts. `consumed` must be empty."""
@@ -392,20 +353,14 @@ class World:
         yield WorldState(
             now_us=self.now_us,
             view=tuple(ConsumedRun(topic=topic, count=count, now_us=0) for topic, count in sorted(self.view.items())),
-            pools=tuple(self.pools[name] for name in sorted(self.pools)),
             turns=tuple(PoolTurns(pool=pool, turns=turns) for pool, turns in sorted(self.turns.items())),
-            busy=tuple(PoolBusy(pool=pool, thresholds=busy) for pool, busy in sorted(self.busy.items())),
-            disagg=tuple(PoolDisagg(pool=pool, disagg=disagg) for pool, disagg in sorted(self.disagg.items())),
             owner_epoch=self.owner_epoch,
             owner_policies=self.owner_policies,
             owner_events=self.owner_events,
             owner_nonce=self.owner_nonce,
             fleet_epoch=self.fleet.owner_epoch,
             seq=self.seq,
-            pool_routing=self.registry.routing,
-            canaries=self.registry.all_canaries,
-            drains=self.registry.drains,
-            policies=tuple(PoolPolicy(pool=pool, configured=mode) for pool, mode in sorted(self.modes.items())),
+            **self.settings.snapshot(),
         )
         yield from self.fleet.snapshot()
         yield from index

@@ -216,10 +216,10 @@ def pools_of(world: World) -> list[PoolFacts]:
             block_size=pool.block_size,
             attempts_max=pool.attempts_max,
             router=pool.router,
-            busy=world.busy.get(name, pool.router.busy),
+            busy=world.settings.busy_of(pool),
             routed=world.turns.get(name, 0),
             role=pool.role,
-            disagg=world.disagg.get(name, pool.router.disagg) if pool.role == "decode" else None,
+            disagg=world.settings.disagg_of(pool) if pool.role == "decode" else None,
         )
         for name, pool in sorted(world.pools.items())
     ]

@@ -13,20 +13,19 @@ from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.step import AnyDecision, InputEvent
 from forebay.core.world import World
-from forebay.events.control import WorkerCommanded
+from forebay.events.control import PoolSetting, WorkerCommanded
 from forebay.events.decisions import RequestHeld, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerDraining, WorkerJoined, WorkerLost, WorkerRecovered, WorkerSuspect
 from forebay.events.progress import FirstTokenEmitted, OnboardedTokens, PrefillFinished, RequestFinished
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RoutingHints
 from forebay.events.snapshots import Booking, Chunk, CommandState, Remembered, Reported, RequestState
-from forebay.replay.diff.counterfactual_world import OperatorEvent
 from forebay.replay.verify.verify import PROGRESS_EVERY, OnProgress
 from forebay.replay.walk import Walk, walk_all
 from forebay.transport.base import Log
 
 REQUEST_CHUNKS = Booking | CommandState | Remembered | Reported | RequestState
 FleetFact = WorkerSuspect | WorkerRecovered | WorkerDraining | WorkerLost
-ExternalEvent = OperatorEvent | WorkerJoined | FleetFact
+ExternalEvent = PoolSetting | WorkerJoined | FleetFact
 
 
 @dataclass(slots=True)
@@ -116,7 +115,7 @@ class _HistoryCollector:
                 self._open[event.request_id].cancelled_us = now_us
             case PrefillFinished() | FirstTokenEmitted() | RequestFinished() if accepted:
                 self._progress(event, now_us)
-            case _ if isinstance(event, OperatorEvent):
+            case _ if isinstance(event, PoolSetting):
                 found.external_events.append((now_us, event))
             case WorkerJoined() | WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost() if accepted:
                 found.external_events.append((now_us, event))

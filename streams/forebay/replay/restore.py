@@ -7,21 +7,17 @@ a journal of another version prevents a restore.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
-from forebay.core.restore import restore
-from forebay.core.step import step
-from forebay.core.world import World
+from forebay.core.state.pool_settings import PoolSettings
 from forebay.events.codec import DecodeError, encode
 from forebay.events.control import (
     BusyThresholdsSet,
-    ControlEvent,
     DisaggregationSet,
     PolicySet,
     PoolConfigured,
+    PoolSetting,
     WorkerCommanded,
 )
 from forebay.events.groups import GroupPlaced
@@ -33,7 +29,7 @@ from forebay.transport.directory import PARTITION
 from forebay.transport.sqlite.log import SqliteLog
 
 # What each event sets, in the words of the report.
-NAMES: dict[type[ControlEvent], str] = {
+NAMES: dict[type[PoolSetting], str] = {
     PoolConfigured: "pools",
     PolicySet: "policies",
     BusyThresholdsSet: "busy thresholds",
@@ -64,7 +60,7 @@ class RestoredGroup(msgspec.Struct, frozen=True):
 
     name: str
     partition: int
-    events: tuple[ControlEvent, ...]
+    events: tuple[PoolSetting, ...]
     read: ControlRead
     pools: tuple[str, ...]
     policies: tuple[str, ...]
@@ -91,19 +87,17 @@ async def restored_groups(log: Log) -> list[RestoredGroup]:
 
 
 async def _restored(log: Log, name: str, partition: int) -> RestoredGroup:
-    world, read = await settled_world(log, partition)
-    events = settings_events(world)
-    modes = {pool.router.mode for pool in world.pools.values()} | set(world.modes.values())
-    policies = tuple(sorted(mode for mode in modes if "." in mode))
-    return RestoredGroup(name, partition, tuple(events), read, tuple(sorted(world.pools)), policies)
+    settings, read = await settings_of(log, partition)
+    pools = tuple(sorted(settings.pools))
+    return RestoredGroup(name, partition, tuple(settings.events()), read, pools, settings.policies())
 
 
-async def settled_world(log: Log, partition: int) -> tuple[World, ControlRead]:
-    """Return a world that has only the settings of a group, and the records from which they follow. Raises LogError."""
+async def settings_of(log: Log, partition: int) -> tuple[PoolSettings, ControlRead]:
+    """Return the settings of a group, and the records from which they follow. Raises LogError."""
     begin, end = await log.begin(CONTROL.name, partition), await log.end(CONTROL.name, partition)
-    state = await oldest_world_state(log, partition) if begin else None
-    world, read = World() if state is None else restore([state]), ControlRead()
-    events: list[Any] = []
+    settings, read = PoolSettings(), ControlRead()
+    if begin and (state := await oldest_world_state(log, partition)) is not None:
+        settings.restore(state)
     async for record in records_of(log, CONTROL, partition, begin, end):
         try:
             event = event_of(CONTROL, record)
@@ -114,59 +108,8 @@ async def settled_world(log: Log, partition: int) -> tuple[World, ControlRead]:
             read.commands += 1
         else:
             read.settings += 1
-            events.append(event)
-    # An ingress accepts only policies that the owner allows, so each of these was allowed when it was set.
-    allowed = {event.mode for event in events if isinstance(event, PolicySet)}
-    world.owner_policies = tuple(sorted({*world.owner_policies, *allowed}))
-    for event in events:
-        step(world, CONTROL.name, event, world.now_us)
-    return world, read
-
-
-def settings_of(world: World) -> Any:
-    """Return the settings of a world in a form that can be compared."""
-    registry = world.registry
-    rules = (registry.routing, registry.all_canaries, registry.drains)
-    return (world.pools, world.busy, world.disagg, world.modes, *rules)
-
-
-def settings_events(world: World) -> list[ControlEvent]:
-    models = sorted({pool.model for pool in world.pools.values()})
-    events: list[ControlEvent] = [event for model in models for event in _pool_events(world, model)]
-    events += [
-        PolicySet(model=pool.model, pool=name, mode=pool.router.mode)
-        for name, pool in sorted(world.pools.items())
-        if name in world.modes
-    ]
-    events += [*world.registry.routing, *world.registry.all_canaries, *world.registry.drains]
-    made = World()
-    made.owner_policies = tuple(sorted({event.mode for event in events if isinstance(event, PolicySet)}))
-    for event in events:
-        step(made, CONTROL.name, event, 0)
-    assert settings_of(made) == settings_of(world), "the events lead to the same settings"
-    return events
-
-
-def _pool_events(world: World, model: str) -> list[ControlEvent]:
-    """Return the configurations of a model's pools, with busy thresholds and disaggregation settings.
-
-    The last two are set for all pools of the model that exist at that time, and a later configuration of a pool resets
-    them. So a pool without a setting is configured after the event that sets the others.
-    """
-    pools = {name: pool for name, pool in sorted(world.configured_pools().items()) if pool.model == model}
-    busy = [name for name in pools if name in world.busy]
-    disagg = [name for name in pools if name in world.disagg]
-    setters: list[tuple[list[str], Sequence[ControlEvent]]] = [
-        (busy, [BusyThresholdsSet(model=model, thresholds=world.busy[name]) for name in busy[:1]]),
-        (disagg, [DisaggregationSet(model=model, disagg=world.disagg[name]) for name in disagg[:1]]),
-    ]
-    if any(pools[name].role == "decode" and name not in world.disagg for name in busy):
-        setters.reverse()  # the thresholds were set last
-    events: list[ControlEvent] = []
-    for names, setter in setters:
-        events += [pools.pop(name) for name in names if name in pools]
-        events += setter
-    return events + list(pools.values())
+            settings.apply(event)  # an ingress accepts only policies that the owner allows
+    return settings, read
 
 
 async def write_group(log: Log, group: RestoredGroup, at_us: int) -> None:
@@ -175,8 +118,8 @@ async def write_group(log: Log, group: RestoredGroup, at_us: int) -> None:
     The placement, with `at_us` of Unix time, is appended last, so a router that finds the group finds its settings.
     """
     await log.append([Draft(CONTROL.name, group.partition, encode(CONTROL, event)) for event in group.events])
-    written, _ = await settled_world(log, group.partition)
-    if list(settings_events(written)) != list(group.events):
+    written, _ = await settings_of(log, group.partition)
+    if tuple(written.events()) != group.events:
         raise LogError(
             f"the records on {CONTROL.name}/{group.partition} do not give the settings of {group.name}: does another"
             " process write to this namespace? Stop it, and restore into another namespace"

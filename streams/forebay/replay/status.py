@@ -119,10 +119,10 @@ class GroupStatus(Fact, frozen=True, kw_only=True):
 
 def missing_worker(world: World, model: str) -> Missing | None:
     """Return which kind of worker is missing to serve requests for a model; None if none is missing."""
-    pools, registry = world.responding_pools(model), world.registry
-    if not registry.has_rules(model):
+    pools, settings = world.responding_pools(model), world.settings
+    if not settings.has_rules(model):
         pools = pools[:1]
-    able = [pool for pool in pools if world.roster(pool.pool).ranks and not registry.is_drained(model, pool.pool)]
+    able = [pool for pool in pools if world.roster(pool.pool).ranks and not settings.is_drained(model, pool.pool)]
     if not able:
         return "worker"
     return "prefill worker" if all(_lacks_prefill(world, pool) for pool in able) else None
@@ -130,7 +130,7 @@ def missing_worker(world: World, model: str) -> Missing | None:
 
 def _lacks_prefill(world: World, pool: PoolConfigured) -> bool:
     """Return whether only a prefill pool may compute the prompts of a pool, and none has a ready worker."""
-    disagg = world.disagg.get(pool.pool, pool.router.disagg)
+    disagg = world.settings.disagg_of(pool)
     needs_prefill = pool.role == "decode" and disagg.enforce and disagg.policy == "always"
     return needs_prefill and world.prefillers_of(pool) is None
 
@@ -222,7 +222,6 @@ def _topic(name: str, partition: int, applied: int, end: int) -> TopicStatus:
 def _pools(world: World) -> list[PoolStatus]:
     active = world.requests.active()
     queued = Counter(request.submitted.pool for request in active if request.phase is Phase.QUEUED)
-    canaries = {(one.model, one.pool): one for one in world.registry.all_canaries}
     return [
         PoolStatus(
             pool=name,
@@ -231,8 +230,8 @@ def _pools(world: World) -> list[PoolStatus]:
             policy=pool.router.mode,
             routed=world.turns.get(name, 0),
             queued=queued[name],
-            drained=world.registry.is_drained(pool.model, name),
-            canary_of=None if (canary := canaries.get((pool.model, name))) is None else canary.base,
+            drained=world.settings.is_drained(pool.model, name),
+            canary_of=None if (canary := world.settings.canary(pool.model, name)) is None else canary.base,
             canary_share=0.0 if canary is None else canary.share,
         )
         for name, pool in sorted(world.pools.items())

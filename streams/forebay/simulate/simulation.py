@@ -10,13 +10,12 @@ from typing import cast
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
-from forebay.core.state.pool_registry import PoolEvent
 from forebay.core.step import claim
 from forebay.core.world import World
 from forebay.events.base import U32_BYTES, U64_MASK
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.fleet import WorkerSpec
-from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
+from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured, PoolRule
 from forebay.events.requests import NO_HINTS, RequestSubmitted, RoutingHints, Sampling
 from forebay.events.topics import CONTROL
 from forebay.events.versions import EVENTS_VERSION
@@ -170,7 +169,7 @@ class Simulation:
         )
 
 
-def _rule(change: PoolRuleChange, model: str) -> PoolEvent:
+def _rule(change: PoolRuleChange, model: str) -> PoolRule:
     if change.base is None:
         return PoolDrainSet(model=model, pool=change.pool, drained=change.drained)
     return PoolCanarySet(model=model, pool=change.pool, base=change.base, share=change.share)

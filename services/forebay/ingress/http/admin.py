@@ -14,9 +14,8 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import Field
 
 from forebay import runtime
-from forebay.core.state.pool_registry import PoolEvent
 from forebay.events.control import DisaggPolicy, PolicySet
-from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolGrid, PoolRoutingConfigured
+from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolGrid, PoolRoutingConfigured, PoolRule
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.group import GroupClient
 from forebay.ingress.http.body import read_body
@@ -62,7 +61,7 @@ class PoolRoutingBody(PoolBody):
     ] = ()
     retry: Annotated[bool, Field(description="Whether failed requests move to faster pools.")] = False
 
-    def event(self) -> PoolEvent:
+    def event(self) -> PoolRule:
         try:
             routing = pool_routing({"grids": [*self.grids], "retry": self.retry}, "parameter")
         except ConfigError as error:
@@ -77,7 +76,7 @@ class PoolCanaryBody(PoolBody):
     base: Annotated[str, Field(max_length=256)] = ""
     share: Fraction = 0.0
 
-    def event(self) -> PoolEvent:
+    def event(self) -> PoolRule:
         if self.base == self.pool:
             raise invalid(f"base is {self.base!r}; a canary gets requests of another pool", "base")
         share = self.share if self.base else 0.0
@@ -90,7 +89,7 @@ class PoolDrainBody(PoolBody):
     pool: PoolName
     drained: bool = True
 
-    def event(self) -> PoolEvent:
+    def event(self) -> PoolRule:
         return PoolDrainSet(pool=self.pool, drained=self.drained, **self.origin())
 
 

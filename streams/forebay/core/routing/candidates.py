@@ -26,7 +26,7 @@ def find_candidates(
     sticky = hints.session_id and pool.router.session_ttl_s
     bound = world.sessions.find(pool.pool, hints.session_id) if sticky else None
     mine = None if bound is None or hints.worker_id else session_roster(roster, bound)
-    thresholds = busy or world.busy.get(pool.pool, pool.router.busy)
+    thresholds = busy or world.settings.busy_of(pool)
     if mine is None:
         return filter_not_busy(roster, thresholds, pool.pool)
     if pool.router.session_mode == "hard":

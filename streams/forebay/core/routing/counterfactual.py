@@ -135,5 +135,5 @@ def changed_booking_fields(pool: PoolConfigured, alternative: PoolConfigured) ->
 
 
 def _busy(world: World, pool: PoolConfigured) -> BusyThresholds | None:
-    by_hand = world.busy.get(pool.pool)
+    by_hand = world.settings.busy.get(pool.pool)
     return by_hand and merge_runtime_settings(pool.router.busy, world.pools[pool.pool].router.busy, by_hand)

@@ -28,7 +28,7 @@ def locate_prompt(world: World, pool: PoolConfigured, request: ActiveRequest, ro
     local = StageCandidates("aggregated", pool, roster, request.submitted, request.attempt)
     if pool.role != "decode" or request.submitted.task != "generate":
         return local
-    config = world.disagg.get(pool.pool, pool.router.disagg)
+    config = world.settings.disagg_of(pool)
     if request.begun:
         return _computed_locally(local, "begun")
     if config.policy == "never":
@@ -58,7 +58,7 @@ def locate_prompt(world: World, pool: PoolConfigured, request: ActiveRequest, ro
 
 def requires_remote_prefill(world: World, pool: PoolConfigured, request: ActiveRequest) -> bool:
     """Return whether only the prefill pool may compute the prompt of this request (`DisaggConfig.enforce`)."""
-    config = world.disagg.get(pool.pool, pool.router.disagg)
+    config = world.settings.disagg_of(pool)
     return pool.role == "decode" and config.enforce and config.policy != "never" and not request.begun
 
 

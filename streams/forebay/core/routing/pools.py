@@ -27,7 +27,7 @@ def choose_pool(world: World, first: PoolConfigured, request: SubmittedRequest) 
     The choice is None if the model has no rules for pools, or only one pool. Raises Ineligible if all pools that may
     take the request are drained.
     """
-    if not world.registry.has_rules(first.model):
+    if not world.settings.has_rules(first.model):
         if world.roster(first.pool).ranks:
             return first, None
         pools = world.responding_pools(first.model)
@@ -39,7 +39,7 @@ def choose_pool(world: World, first: PoolConfigured, request: SubmittedRequest) 
     choice = choose(preference, _role_of(first), availability, allow_refusal=True)
     if choice is None:
         names = (*preference.names, *preference.others)
-        drained = ", ".join(name for name in names if world.registry.is_drained(first.model, name))
+        drained = ", ".join(name for name in names if world.settings.is_drained(first.model, name))
         raise Ineligible("no_workers", f"no pool of {first.model} takes new requests; drained pools: {drained}")
     return world.pools[choice.pool], choice if len(pools) > 1 else None
 
@@ -47,15 +47,15 @@ def choose_pool(world: World, first: PoolConfigured, request: SubmittedRequest) 
 def choose_prefill_pool(world: World, decoders: PoolConfigured, request: ActiveRequest) -> Chosen | None:
     """Return the pool that computes the prompt for `decoders`, if any, and the choice, None as in `choose_pool`."""
     first = world.prefillers_of(decoders)
-    if not world.registry.has_rules(decoders.model):
+    if not world.settings.has_rules(decoders.model):
         return None if first is None else (first, None)
     pools = world.prefill_pools(decoders)
     if not pools:
         return None
     view = as_prefill_request(request.submitted, "")
     preference = _prefer(world, pools, view)
-    if request.prefiller_id and world.registry.retries(decoders.model):
-        grid = world.registry.grid(decoders.model, "prefill")
+    if request.prefiller_id and world.settings.retries(decoders.model):
+        grid = world.settings.grid(decoders.model, "prefill")
         preference = prefer_faster(request.prefill_pool, grid, _names(pools)) or preference
     availability = _availability(world, pools, view, decoders.block_size, again=request.was_dispatched)
     choice = choose(preference, "prefill", availability, allow_refusal=True)
@@ -70,14 +70,14 @@ def choose_other_pool(world: World, request: ActiveRequest) -> PoolChoice | None
     """
     submitted, rejected_by = request.submitted, request.rejected_by
     current = world.pools[submitted.pool]
-    has_reason = world.registry.has_rules(current.model) or bool(rejected_by)
+    has_reason = world.settings.has_rules(current.model) or bool(rejected_by)
     if not has_reason or submitted.hints.worker_id:
         return None
     pools, role = world.responding_pools(current.model), _role_of(current)
-    grid = world.registry.grid(current.model, role)
+    grid = world.settings.grid(current.model, role)
     preference = None
     if request.attempt and not request.begun and request.stage in ("aggregated", "decode"):
-        preference = prefer_faster(current.pool, grid, _names(pools)) if world.registry.retries(current.model) else None
+        preference = prefer_faster(current.pool, grid, _names(pools)) if world.settings.retries(current.model) else None
     if preference is None:
         if has_candidates(world, current, submitted, rejected_by):
             return None
@@ -94,13 +94,13 @@ def choose_pool_of_queued(world: World, request: ActiveRequest) -> PoolChoice | 
     may recover.
     """
     submitted = request.submitted
-    current, registry = world.pools[submitted.pool], world.registry
-    if not registry.has_rules(current.model) or submitted.hints.worker_id:
+    current, settings = world.pools[submitted.pool], world.settings
+    if not settings.has_rules(current.model) or submitted.hints.worker_id:
         return None
-    if not registry.is_drained(current.model, current.pool) and _has_workers(world, current.pool):
+    if not settings.is_drained(current.model, current.pool) and _has_workers(world, current.pool):
         return None
     pools, role = world.responding_pools(current.model), _role_of(current)
-    preference = prefer_current(current.pool, registry.grid(current.model, role), _names(pools))
+    preference = prefer_current(current.pool, settings.grid(current.model, role), _names(pools))
     return choose(preference, role, _availability(world, pools, submitted, current.block_size, again=False))
 
 
@@ -111,15 +111,15 @@ def _of_worker(world: World, pools: Sequence[PoolConfigured], request: Submitted
 
 
 def _prefer(world: World, pools: Sequence[PoolConfigured], request: SubmittedRequest) -> PoolPreference:
-    registry, first = world.registry, pools[0]
-    grid = registry.grid(first.model, _role_of(first))
-    hints, canaries = request.hints, registry.canaries(first.model)
+    settings, first = world.settings, pools[0]
+    grid = settings.grid(first.model, _role_of(first))
+    hints, canaries = request.hints, settings.canaries(first.model)
     found = prefer(grid, _names(pools), canaries, request.prompt_tokens, request.tie_seed, hints)
     for pool in pools if hints.session_id else ():
         bound = world.sessions.find(pool.pool, hints.session_id) if pool.router.session_ttl_s else None
         if bound is None or session_roster(world.roster(pool.pool), bound) is None:
             continue
-        if pool.router.session_mode == "hard" and not registry.is_drained(pool.model, pool.pool):
+        if pool.router.session_mode == "hard" and not settings.is_drained(pool.model, pool.pool):
             return PoolPreference("session", (pool.pool,))
         others = tuple(name for name in (*found.names, *found.others) if name != pool.pool)
         return PoolPreference("session", (pool.pool, *others))
@@ -146,7 +146,7 @@ def _availability(
         pool = known.get(name)
         if pool is None:
             return "unknown"
-        if world.registry.is_drained(pool.model, name):
+        if world.settings.is_drained(pool.model, name):
             return "drained"
         if pool.block_size != block_size:
             return "block_size"

@@ -518,13 +518,13 @@ class Owner:
                     raise LogError(text) from None
 
     async def _configure_pools(self) -> None:
-        settings, pools = self._settings, self.world.configured_pools()
+        settings, pools = self._settings, self.world.settings.configured()
         wanted = list(settings.pools)
         if not wanted:
             wanted = [msgspec.structs.replace(pools[name], router=settings.router) for name in sorted(pools)]
         changed: list[Event] = [pool for pool in wanted if pools.get(pool.pool) != pool]
         routing = settings.routing
-        if routing is not None and routing != self.world.registry.routing_of(settings.group):
+        if routing is not None and routing != self.world.settings.routing_of(settings.group):
             changed.append(PoolRoutingConfigured(model=settings.group, routing=routing, at_us=runtime.wall_us()))
         if changed:
             await self._append(CONTROL, changed)

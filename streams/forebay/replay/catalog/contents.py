@@ -2,11 +2,11 @@
 
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from forebay.core.step import AnyDecision, InputEvent
 from forebay.core.world import World
-from forebay.events.control import BusyThresholdsSet, DisaggregationSet, PolicySet, PoolConfigured, WorkerCommanded
+from forebay.events.control import PoolSetting, WorkerCommanded
 from forebay.events.decisions import (
     JournalRecord,
     KvReleased,
@@ -17,7 +17,6 @@ from forebay.events.decisions import (
     RequestRouted,
 )
 from forebay.events.fleet import WorkerDraining, WorkerFact, WorkerJoined, WorkerLost, WorkerRecovered, WorkerSuspect
-from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.progress import (
     AttemptRejected,
     EncodeFailed,
@@ -36,7 +35,7 @@ from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, PROGRESS, REQUESTS
 from forebay.replay.catalog import checkpoints, markers, series
 from forebay.replay.catalog.catalog_request import COLUMNS, CatalogRequest, Row
-from forebay.replay.catalog.markers import MarkerRecorder, SettingsEvent
+from forebay.replay.catalog.markers import MarkerRecorder
 from forebay.replay.catalog.mentions import MentionTable
 from forebay.replay.catalog.observer import CatalogObserver
 from forebay.replay.catalog.series import MetricRecorder
@@ -80,8 +79,7 @@ class ContentsObserver(CatalogObserver):
             AttemptRejected: self._progress,
             TransferFailed: self._fail_transfer,
             **dict.fromkeys((WorkerJoined, WorkerSuspect, WorkerRecovered, WorkerDraining, WorkerLost), self._fleet),
-            **dict.fromkeys((PoolConfigured, PoolRoutingConfigured, PoolCanarySet, PoolDrainSet), self._settings),
-            **dict.fromkeys((BusyThresholdsSet, DisaggregationSet, PolicySet), self._settings),
+            **dict.fromkeys(get_args(PoolSetting), self._settings),
             WorkerCommanded: self._command,
         }
         self._handlers = handlers
@@ -246,7 +244,7 @@ class ContentsObserver(CatalogObserver):
                 self._changed[request.number] = request
                 request.wait(now_us)
 
-    def _settings(self, event: SettingsEvent, now_us: int, _: Sequence[AnyDecision], world: World) -> None:
+    def _settings(self, event: PoolSetting, now_us: int, _: Sequence[AnyDecision], world: World) -> None:
         self._markers.add_settings(event, world.view[CONTROL.name] - 1, now_us, world)
 
     def _command(self, event: WorkerCommanded, now_us: int, decisions: Sequence[AnyDecision], world: World) -> None:

@@ -8,7 +8,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -17,12 +17,11 @@ from forebay.core.step import AnyDecision
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.codec import DecodeError, decode
 from forebay.events.control import (
-    BusyThresholds,
     BusyThresholdsSet,
-    DisaggConfig,
     DisaggregationSet,
     PolicySet,
     PoolConfigured,
+    PoolSetting,
     WorkerCommanded,
 )
 from forebay.events.decisions import CommandSent, OwnerClaimed
@@ -79,44 +78,19 @@ CREATE TABLE markers (
 
 MarkerRow = tuple[str, int, str, int, int, str, str]
 
-SettingsEvent = (
-    PoolConfigured
-    | BusyThresholdsSet
-    | DisaggregationSet
-    | PolicySet
-    | PoolRoutingConfigured
-    | PoolCanarySet
-    | PoolDrainSet
-)
+PoolsInEffect = dict[str, PoolConfigured]
 
 
-class EffectiveSettings:
-    """Shallow copies of the immutable settings of all pools before an event, to name what the event changes."""
-
-    def __init__(self, world: World) -> None:
-        self.pools = dict(world.pools)
-        self.busy = dict(world.busy)
-        self.disagg = dict(world.disagg)
-
-    def busy_of(self, model: str) -> BusyThresholds:
-        pools = (self.busy.get(name, pool.router.busy) for name, pool in self.pools.items() if pool.model == model)
-        return next(pools, BusyThresholds())
-
-    def disagg_of(self, model: str) -> DisaggConfig:
-        decoders = ((name, pool) for name, pool in self.pools.items() if pool.model == model and pool.role == "decode")
-        return next((self.disagg.get(name, pool.router.disagg) for name, pool in decoders), DisaggConfig())
-
-
-def settings_text(event: SettingsEvent, before: EffectiveSettings, after: EffectiveSettings) -> str:
+def settings_text(event: PoolSetting, before: PoolsInEffect, after: PoolsInEffect) -> str:
     """Return what an event changes in the settings. Empty if it changes nothing, for example for an unknown model."""
     match event:
         case PoolConfigured():
             text = _pool_text(event, before)
         case BusyThresholdsSet():
-            changes = changes_of(before.busy_of(event.model), after.busy_of(event.model))
+            changes = _changes(event.model, before, after, "busy")
             text = f"Busy thresholds of {event.model}: {join_changes(changes)}" if changes else ""
         case DisaggregationSet():
-            changes = changes_of(before.disagg_of(event.model), after.disagg_of(event.model))
+            changes = _changes(event.model, before, after, "disagg")
             text = f"Disaggregation of {event.model}: {join_changes(changes)}" if changes else ""
         case PolicySet():
             text = _mode_text(event.pool, before, after)
@@ -133,9 +107,17 @@ def settings_text(event: SettingsEvent, before: EffectiveSettings, after: Effect
     return text and _sentence(text, "" if isinstance(event, PoolConfigured) else event.operator)
 
 
-def modes_text(before: EffectiveSettings, after: EffectiveSettings) -> str:
+def _changes(model: str, before: PoolsInEffect, after: PoolsInEffect, name: Literal["busy", "disagg"]) -> list[str]:
+    """Return what an event changed in a part of the router configuration of a model's pools."""
+    role = "decode" if name == "disagg" else None
+    changed = (pool for pool, new in after.items() if new.model == model and role in (None, new.role))
+    pool = next(changed, None)
+    return [] if pool is None else changes_of(getattr(before[pool].router, name), getattr(after[pool].router, name))
+
+
+def modes_text(before: PoolsInEffect, after: PoolsInEffect) -> str:
     """Return the pools whose router mode a new owner changed, because it may not run their policy. Empty if none."""
-    texts = (_mode_text(pool, before, after) for pool in after.pools)
+    texts = (_mode_text(pool, before, after) for pool in after)
     text = "; ".join(text for text in texts if text)
     return text and f"{text}, because the new owner may not run the previous policy."
 
@@ -174,24 +156,16 @@ def join_names(names: Iterable[str], noun: str) -> str:
     return f"{len(found)} {noun}s"
 
 
-def _mode_text(pool: str, before: EffectiveSettings, after: EffectiveSettings) -> str:
-    modes = [settings.pools[pool].router.mode if pool in settings.pools else "none" for settings in (before, after)]
+def _mode_text(pool: str, before: PoolsInEffect, after: PoolsInEffect) -> str:
+    modes = [pools[pool].router.mode if pool in pools else "none" for pools in (before, after)]
     return f"Pool {pool}: mode {modes[0]} → {modes[1]}" if modes[0] != modes[1] else ""
 
 
-def _pool_text(event: PoolConfigured, before: EffectiveSettings) -> str:
-    known = before.pools.get(event.pool)
+def _pool_text(event: PoolConfigured, before: PoolsInEffect) -> str:
+    known = before.get(event.pool)
     if known is None:
         return f"Pool {event.pool} serves {event.model} with router mode {event.router.mode}"
-    effective = msgspec.structs.replace(
-        known,
-        router=msgspec.structs.replace(
-            known.router,
-            busy=before.busy.get(event.pool, known.router.busy),
-            disagg=before.disagg.get(event.pool, known.router.disagg),
-        ),
-        at_us=event.at_us,
-    )
+    effective = msgspec.structs.replace(known, at_us=event.at_us)
     changes = [change.removeprefix("router.") for change in changes_of(effective, event)]
     return f"Pool {event.pool}: {join_changes(changes)}" if changes else ""
 
@@ -229,7 +203,7 @@ class MarkerRecorder:
         self._owner_id = ""
         self._claim: MarkerRow | None = None
         self._moved: list[tuple[int, str, int]] = []  # keys of markers of claims that have got another time
-        self._settings = EffectiveSettings(World())
+        self._pools: PoolsInEffect = {}
         self._phases: dict[str, tuple[int, WorkerPhase]] = {}
         self._tallies: dict[MarkerKind, SecondTally] = {"rejections": SecondTally(), "failures": SecondTally()}
 
@@ -246,7 +220,7 @@ class MarkerRecorder:
 
     def resume(self, world: World) -> None:
         """Continue in another world, after records that this program cannot derive."""
-        self._settings = EffectiveSettings(world)
+        self._pools = world.settings.in_effect()
         self._phases = {one.spec.worker_id: (one.worker_epoch, one.phase) for one in world.fleet.workers()}
 
     def add_claim(self, offset: int, record: OwnerClaimed, now_us: int, world: World) -> None:
@@ -267,8 +241,8 @@ class MarkerRecorder:
         at_us = now_us or record.at_us
         self._claim = ("takeover", at_us, DECISIONS.name, offset, 1, text, json.dumps([record.owner_id, False]))
         self._rows.append(self._claim)
-        before, self._settings = self._settings, EffectiveSettings(world)
-        if text := modes_text(before, self._settings):
+        before, self._pools = self._pools, world.settings.in_effect()
+        if text := modes_text(before, self._pools):
             self._rows.append(("configuration", at_us, DECISIONS.name, offset, 1, text, ""))
 
     @property
@@ -301,9 +275,9 @@ class MarkerRecorder:
         text = _worker_text(worker_id, phase, before, worker) + (f": {reason}." if reason else ".")
         self._rows.append((PHASE_KINDS[phase], now_us, FLEET.name, offset, 1, text, ""))
 
-    def add_settings(self, event: SettingsEvent, offset: int, now_us: int, world: World) -> None:
-        before, self._settings = self._settings, EffectiveSettings(world)
-        text = settings_text(event, before, self._settings)
+    def add_settings(self, event: PoolSetting, offset: int, now_us: int, world: World) -> None:
+        before, self._pools = self._pools, world.settings.in_effect()
+        text = settings_text(event, before, self._pools)
         if text:
             self._rows.append(("configuration", now_us, CONTROL.name, offset, 1, text, ""))
 

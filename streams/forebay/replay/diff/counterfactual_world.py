@@ -19,7 +19,6 @@ from forebay.core.restore import restore
 from forebay.core.routing.counterfactual import Alternative, merge_runtime_settings
 from forebay.core.routing.plan import Plan
 from forebay.core.state.active_request import ActiveRequest
-from forebay.core.state.pool_registry import PoolEvent
 from forebay.core.state.prefix_index import NO_OVERLAP
 from forebay.core.step import CLOCK, AnyDecision, InputEvent, claim, open_run, replan, step
 from forebay.core.world import World
@@ -44,7 +43,6 @@ from forebay.events.progress import (
 )
 from forebay.events.transfer import LEASE_US_MAX, Prefilled
 
-OperatorEvent = PoolConfigured | PoolEvent | BusyThresholdsSet | DisaggregationSet | PolicySet
 Named = Callable[
     [PoolConfigured], Set[str]
 ]  # router fields of a pool that the alternative names, such as `disagg.policy`
@@ -97,16 +95,16 @@ class CounterfactualWorld:
         others = {name: self._alter(pool) for name, pool in sorted(world.pools.items())}
         changed = False
         for name, other in others.items():
-            by_hand, disagg = world.busy.get(name), world.disagg.get(name)
+            by_hand, disagg = world.settings.busy.get(name), world.settings.disagg.get(name)
             kept = disagg is None or self._disagg(self._recorded[name], disagg) == disagg
             if other == self._recorded[name] and kept:
                 continue
             changed = True
-            world.configure(other)
+            world.set_pools(other)
             if by_hand is not None:
-                world.busy[name] = self._thresholds(self._recorded[name], by_hand)
+                world.settings.busy[name] = self._thresholds(self._recorded[name], by_hand)
             if disagg is not None:
-                world.disagg[name] = self._disagg(self._recorded[name], disagg)
+                world.settings.disagg[name] = self._disagg(self._recorded[name], disagg)
         if not changed:
             return []
         world.replan(world.requests.waiting())
@@ -119,7 +117,8 @@ class CounterfactualWorld:
         for name, pool in sorted(self._history.pools.items()):
             if pool.router.mode != self._recorded[name].router.mode:
                 self._recorded[name] = recorded = self._recorded[name].with_mode(pool.router.mode)
-                self.world.set_mode(recorded.model, name, self._alter(recorded).router.mode)
+                mode = self._alter(recorded).router.mode
+                self.world.set_pools(PolicySet(model=recorded.model, pool=name, mode=mode))
 
     def apply(self, topic: str, event: InputEvent | None, now_us: int, *, accepted: bool) -> list[AnyDecision]:
         """Apply an event that history's world has just applied, and return the decisions of this world.

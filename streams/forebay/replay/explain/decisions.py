@@ -141,9 +141,8 @@ def _chances(plan: Plan) -> list[float]:
 
 def _settings(world: World, plan: Plan) -> dict[str, Any]:
     """Return the settings in force, by their dotted names in a router configuration."""
-    config, pool = plan.config, plan.pool.pool
-    busy, disagg = world.busy.get(pool, config.busy), world.disagg.get(pool, config.disagg)
-    settings = flat(msgspec.structs.replace(config, busy=busy, disagg=disagg))
+    busy, disagg = world.settings.busy_of(plan.pool), world.settings.disagg_of(plan.pool)
+    settings = flat(msgspec.structs.replace(plan.config, busy=busy, disagg=disagg))
     return {name: value for name, value in settings if name not in ("mode", "queue.classes")}
 
 
@@ -187,7 +186,7 @@ def _exclusions(
         yield "had_it_last", "it ran the previous attempt, and another worker is available"
         return
     candidate = roster.ranks[roster.positions[key]]
-    busy, run_ahead, load = world.busy.get(pool.pool, pool.router.busy), pool.router.queue.run_ahead, candidate.load
+    busy, run_ahead, load = world.settings.busy_of(pool), pool.router.queue.run_ahead, candidate.load
     elsewhere = session is not None and key != (session.worker_id, session.rank)
     if is_busy(candidate, busy) and not (elsewhere and pool.router.session_mode == "hard"):
         yield "busy", f"it is busy: {', '.join(_exceeded(candidate, busy))}"

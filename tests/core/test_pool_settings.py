@@ -1,0 +1,77 @@
+"""Settings of pools: the events that lead to them, and the settings in effect."""
+
+import random
+
+import pytest
+
+from forebay.core.state.pool_settings import PoolSettings
+from forebay.events.control import (
+    BusyThresholds,
+    BusyThresholdsSet,
+    DisaggConfig,
+    DisaggregationSet,
+    PolicySet,
+    PoolConfigured,
+    PoolSetting,
+    Role,
+    RouterConfig,
+)
+from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRouting, PoolRoutingConfigured
+from tests.depth import sampled
+
+POOLS: list[tuple[str, Role]] = [
+    ("a", "aggregated"),
+    ("b", "aggregated"),
+    ("d", "decode"),
+    ("e", "decode"),
+    ("p", "prefill"),
+]
+OTHER_POLICY = "mine.Policy"
+
+
+def change(chance: random.Random) -> PoolSetting:
+    """Return a random change of settings of one of two models."""
+    model = chance.choice(("m", "n"))
+    name, role = chance.choice(POOLS)
+    pool = f"{name}-{model}"
+    changes: list[PoolSetting] = [
+        PoolConfigured(
+            pool=pool, model=model, block_size=16, role=role, router=RouterConfig(mode=chance.choice(("kv", "random")))
+        ),
+        BusyThresholdsSet(
+            model=model, thresholds=BusyThresholds(active_prefill_tokens_threshold=chance.choice((None, 5, 7)))
+        ),
+        DisaggregationSet(model=model, disagg=DisaggConfig(eff_isl_threshold=chance.randint(1, 3)), operator="ann"),
+        PolicySet(model=model, pool=pool, mode=chance.choice(("kv", "random", "round-robin", OTHER_POLICY))),
+        PoolRoutingConfigured(model=model, routing=PoolRouting(retry=chance.random() < 0.5)),
+        PoolCanarySet(model=model, pool=pool, base=chance.choice(("", "a-m", "b-n")), share=0.25),
+        PoolDrainSet(model=model, pool=pool, drained=chance.random() < 0.7),
+    ]
+    return chance.choice(changes)
+
+
+@pytest.mark.parametrize("seed", sampled(range(200), 60))
+def test_the_events_of_settings_lead_to_the_same_settings(seed: int) -> None:
+    chance = random.Random(seed)
+    settings, again = PoolSettings(), PoolSettings()
+    changes = [change(chance) for _ in range(chance.randint(1, 60))]
+    for event in changes:
+        settings.apply(event)
+    for event in settings.events():
+        again.apply(event)
+    assert again.snapshot() == settings.snapshot()
+    assert (again.in_effect(), again.policies()) == (settings.in_effect(), settings.policies())
+    assert len(settings.events()) <= len(changes) + len(settings.pools), "superseded changes are left out"
+
+
+def test_operators_change_the_settings_in_effect() -> None:
+    settings, busy = PoolSettings(), BusyThresholds(active_prefill_tokens_threshold=5)
+    settings.apply(PoolConfigured(pool="a", model="m", block_size=16))
+    settings.apply(BusyThresholdsSet(model="m", thresholds=busy))
+    settings.apply(PolicySet(model="m", pool="a", mode=OTHER_POLICY))
+    settings.apply(PoolCanarySet(model="m", pool="a", base="b", share=0.5))
+    assert settings.in_effect()["a"].router == RouterConfig(busy=busy, mode=OTHER_POLICY)
+    assert settings.configured()["a"].router == RouterConfig()
+    assert settings.policies() == (OTHER_POLICY,)
+    canary = settings.canary("m", "a")
+    assert (canary and canary.share, settings.canary("m", "b")) == (0.5, None)
