@@ -24,8 +24,8 @@ from forebay.events.pools import PoolDrainSet
 from forebay.events.requests import RequestSubmitted
 from forebay.events.scaling import PoolScaling
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, REQUESTS, SCALING
+from forebay.replay.group_settings import RestoredGroup
 from forebay.replay.record import slice as record
-from forebay.replay.restore import RestoredGroup
 from forebay.replay.verify.golden import check_recording
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog

@@ -11,7 +11,7 @@ from forebay.events.control import PolicySet
 from forebay.events.decisions import RequestRouted
 from forebay.events.pools import PoolDrainSet
 from forebay.events.topics import CONTROL, DEAD_LETTERS, DECISIONS
-from forebay.replay.restore import settings_of
+from forebay.replay.group_settings import settings_of
 from forebay.transport.base import Draft, Record
 from forebay.transport.dead_letters import dead_letter
 from forebay.transport.kafka.log import KafkaLog

@@ -22,7 +22,7 @@ from forebay.journal import reader
 from forebay.journal import snapshots as recorded_snapshots
 from forebay.journal.reader import Validity, journal
 from forebay.live import standby
-from forebay.live.owner import owner, snapshots
+from forebay.live.owner import owner, snapshot_writer
 from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import Owner
 from forebay.live.owner.start_check import open_checked
@@ -362,7 +362,7 @@ async def run_until_append(system: System, appends: int, **changes: int) -> bool
 
 OTHER = CORE_VERSION + 1
 OTHER_RELEASE = "0.9.9"
-MODULES = (owner, snapshots, standby, reader, recorded_snapshots)
+MODULES = (owner, snapshot_writer, standby, reader, recorded_snapshots)
 
 
 class Program:

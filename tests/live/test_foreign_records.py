@@ -30,7 +30,7 @@ from forebay.events.topics import DEAD_LETTERS, DECISIONS, FLEET, HEARTBEATS, SN
 from forebay.events.work import WorkItem
 from forebay.journal.snapshots import newest_snapshot
 from forebay.journal.start import recorded_view
-from forebay.live.owner import snapshots
+from forebay.live.owner import snapshot_writer
 from forebay.live.owner.owner import Owner, OwnershipLost
 from forebay.live.router.router import ReadinessMetrics, Router, ready
 from forebay.live.standby import AbandonedTail, Standby
@@ -196,7 +196,7 @@ async def test_late_work_of_a_replaced_owner_is_not_executed_twice(log: SqliteLo
 
 async def test_interleaved_stale_records_change_nothing(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
     """Late journal records, fleet events and snapshot chunks of an earlier owner precede each current record."""
-    monkeypatch.setattr(snapshots, "CHUNK_BYTES", 200)
+    monkeypatch.setattr(snapshot_writer, "CHUNK_BYTES", 200)
     async with System(log).started(workers=2) as system:
         await admit(system, 2)
         w0 = next(fact for fact in system.events(FLEET) if getattr(fact, "slot", 1) == 0)
@@ -390,7 +390,7 @@ async def test_invalid_records_between_appends_do_not_end_the_owner(kind: str, l
 
 async def test_repeated_chunks_of_snapshots_are_skipped(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
     """A repeated chunk of an earlier snapshot may be right where the chunk of the next one is expected."""
-    monkeypatch.setattr("forebay.live.owner.snapshots.CHUNK_BYTES", 1)  # a chunk per part
+    monkeypatch.setattr("forebay.live.owner.snapshot_writer.CHUNK_BYTES", 1)  # a chunk per part
 
     async def repeat(draft: Draft | None) -> None:
         chunks = log.records(SNAPSHOTS.name, 0, 0, 1_000)

@@ -14,7 +14,7 @@ from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import IndexBlocks, IndexChanges, SnapshotChunk
 from forebay.events.topics import KV_EVENTS, REQUESTS, SNAPSHOTS
 from forebay.journal.snapshots import OtherState, load_snapshot
-from forebay.live.owner import snapshots
+from forebay.live.owner import snapshot_writer
 from forebay.live.owner.owner import Owner
 from forebay.live.standby import Standby
 from forebay.replay.verify.verify import verify
@@ -40,9 +40,9 @@ from tests.system import System, settings, submitted, until, until_ended
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make each turn do one small step, so that a snapshot takes many turns."""
-    monkeypatch.setattr(snapshots, "SLICE_NS", 0)
-    monkeypatch.setattr(snapshots, "WALK_BLOCKS", 1)
-    monkeypatch.setattr(snapshots, "CHUNK_BYTES", 200)
+    monkeypatch.setattr(snapshot_writer, "SLICE_NS", 0)
+    monkeypatch.setattr(snapshot_writer, "WALK_BLOCKS", 1)
+    monkeypatch.setattr(snapshot_writer, "CHUNK_BYTES", 200)
 
 
 async def require_restored_state_equals(log: SqliteLog, owner: Owner) -> None:
@@ -212,7 +212,7 @@ async def test_the_index_is_frozen_for_the_garbage_collector_each_time_it_double
 async def test_a_state_difference_without_a_decision_is_found_at_the_next_digest(
     log: SqliteLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshots, "DIGEST_EVERY", 3)
+    monkeypatch.setattr(snapshot_writer, "DIGEST_EVERY", 3)
     async with System(log).started(workers=1) as system:
         async with system.owned(fleet=1) as owner:
             for number in range(10):

@@ -39,7 +39,7 @@ from forebay.replay.diff.tally import (
     WorldTally,
     max_over_mean,
 )
-from forebay.replay.observed import observe_history
+from forebay.replay.observed_history import observe_history
 from forebay.replay.walk import Start, Walk
 from forebay.transport.base import Log
 from tests.core.worlds import CONFIGS, PROMPTS, Driver, actions, perform_all, pool

@@ -6,7 +6,7 @@ import pytest
 
 from forebay.events.requests import RoutingHints
 from forebay.replay.diff.diff import diff
-from forebay.replay.observed import observe_history
+from forebay.replay.observed_history import observe_history
 from forebay.replay.status import read_status
 from forebay.replay.verify.verify import verify
 from tests.core.worlds import PROMPTS, one_cell, query, request

@@ -22,8 +22,8 @@ from forebay.events.groups import GroupPlaced
 from forebay.events.pools import GridPool, PoolDrainSet, PoolGrid, PoolRouting, PoolRoutingConfigured
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS
 from forebay.journal.groups import groups_of
+from forebay.replay.group_settings import RestoreRefused, restored_groups, settings_of, write_group
 from forebay.replay.record.slice import Window
-from forebay.replay.restore import RestoreRefused, restored_groups, settings_of, write_group
 from forebay.transport.base import Draft, LogError
 from forebay.transport.sqlite.log import SqliteLog
 from tests.replay.slices import journal_of, opened, sliced

@@ -8,7 +8,7 @@ from forebay.core.scaling.state import RULES_VERSION
 from forebay.events.codec import encode
 from forebay.events.scaling import Method, PlannerClaimed, Reason
 from forebay.events.topics import SCALING
-from forebay.replay.scaling.journal import PARTITION
+from forebay.replay.scaling.reader import PARTITION
 from forebay.replay.scaling.status import DECISIONS_MAX, read_planner_status, read_scaling
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog

@@ -34,7 +34,7 @@ from forebay.replay.catalog.facts import Marker, RequestRow
 from forebay.replay.catalog.follow import Follower
 from forebay.replay.catalog.live import LivePublisher, read_live
 from forebay.replay.catalog.markers import markers
-from forebay.replay.catalog.requests import requests
+from forebay.replay.catalog.request_queries import requests
 from forebay.replay.catalog.seek import CatalogStates, catalog_explanation, catalog_position
 from forebay.replay.catalog.store import Store
 from forebay.replay.diff.diff import diff, span_of

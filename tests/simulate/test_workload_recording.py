@@ -10,7 +10,7 @@ import pytest
 from forebay.events.base import unpack_u64
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RoutingHints
-from forebay.replay.observed import observe_history
+from forebay.replay.observed_history import observe_history
 from forebay.replay.record.slice import Window
 from forebay.runtime.errors import ConfigError
 from forebay.simulate.reading import open_workload

@@ -27,7 +27,7 @@ from forebay.transport.base import Record, event_of
 from forebay.transport.dead_letters import CONTENT_BYTES_MAX, HEADERS_BYTES_MAX, dead_letter
 from forebay.transport.kafka.batches import DECOMPRESSED_BYTES_MAX
 from forebay.transport.kafka.consumer import Batches, DenseRecords
-from forebay.transport.kafka.requests import (
+from forebay.transport.kafka.protocol import (
     FETCH,
     PRODUCE,
     VERSIONS,

@@ -40,7 +40,7 @@ from forebay.transport.kafka.errors import CLIENT_ERRORS, PERMANENT_CODES, error
 from forebay.transport.kafka.group import query_with_retry
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.producer import Producer
-from forebay.transport.kafka.requests import FETCH, PRODUCE
+from forebay.transport.kafka.protocol import FETCH, PRODUCE
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.start import start_whole, stop_within
 from forebay.transport.kafka.topics import TopicPlan, planned

@@ -37,7 +37,7 @@ from forebay.replay.record.slice import (
     scaling_of,
     slice_of,
 )
-from forebay.replay.scaling.journal import has_scaling
+from forebay.replay.scaling.reader import has_scaling
 from forebay.replay.verify.verify import VerifyReport, include_scaling, verify
 from forebay.transport.base import Log
 from forebay.transport.kafka.log import KafkaLog

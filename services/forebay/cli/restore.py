@@ -15,7 +15,7 @@ from forebay.cli.common.recording import kafka_log
 from forebay.cli.common.tables import counting_bar
 from forebay.cli.common.terminal import counted, printable
 from forebay.processes.notices import complain
-from forebay.replay.restore import RestoredGroup, restored_groups, write_group
+from forebay.replay.group_settings import RestoredGroup, restored_groups, write_group
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics, partitions_of
 from forebay.transport.sqlite.log import SqliteLog

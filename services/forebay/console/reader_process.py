@@ -29,7 +29,7 @@ from forebay.events.topics import DECISIONS, INPUTS
 from forebay.ingress.child_process import ChildConnection, ChildResponse
 from forebay.ingress.explain_worker import LogSource, opened_log
 from forebay.replay.at import NoSuchRecord, Position, last_time
-from forebay.replay.catalog import requests
+from forebay.replay.catalog import request_queries
 from forebay.replay.catalog.seek import catalog_explanation, catalog_position
 from forebay.replay.catalog.store import CatalogError, Store
 from forebay.replay.compare import compare_moments
@@ -87,7 +87,7 @@ class Reader:
         return status if message.at_us is None else msgspec.structs.replace(status, topics=[])
 
     async def _explain(self, message: ReadExplanation) -> Explanation:
-        row = None if message.number is None else requests.request(self._store.connection, message.number)
+        row = None if message.number is None else request_queries.request(self._store.connection, message.number)
         if message.number is not None and (row is None or message.request_id not in aliases_of(row.request_id)):
             raise NoSuchRecord(f"the request {message.request_id!r} was not submitted at offset {message.number}")
         return await catalog_explanation(

@@ -17,10 +17,10 @@ from forebay.events.names import unknown_name
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.http.body import read_body
 from forebay.replay.catalog import markers as markers_of
-from forebay.replay.catalog import requests as rows
+from forebay.replay.catalog import request_queries
 from forebay.replay.catalog import series as metrics
 from forebay.replay.catalog.facts import RequestState
-from forebay.replay.catalog.requests import RequestFilter
+from forebay.replay.catalog.request_queries import RequestFilter
 
 REQUESTS_MAX = 500  # rows of a page, which the page shows at once
 POINTS_MAX = 600
@@ -79,13 +79,15 @@ def _add_catalog_routes(app: FastAPI, console: Console) -> None:
         filters = RequestFilter(
             state=wanted, model=model, worker_id=worker, slow_us=slow_us, is_unsuccessful=failed, text=q
         )
-        found = await catalog.query(lambda store: rows.requests(store.connection, at_us, filters, before, limit))
+        found = await catalog.query(
+            lambda store: request_queries.requests(store.connection, at_us, filters, before, limit)
+        )
         return _json(msgspec.json.encode(found))
 
     @app.get("/v1/console/requests/{number}")
     async def request(number: Annotated[int, Path(ge=0, le=TIME_US_MAX)]) -> Response:
         """Return one request."""
-        found = await catalog.query(lambda store: rows.request(store.connection, number))
+        found = await catalog.query(lambda store: request_queries.request(store.connection, number))
         if found is None:
             raise ApiError(404, "request_not_found", f"no request was submitted at offset {number}")
         return _json(msgspec.json.encode(found))

@@ -20,7 +20,7 @@ from forebay.events.scaling import (
 from forebay.events.topics import SCALING
 from forebay.live.planner.topic import ScalingTopic
 from forebay.replay.scaling.decisions import REASONS
-from forebay.replay.scaling.journal import has_scaling, pool_text
+from forebay.replay.scaling.reader import has_scaling, pool_text
 from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Log
 from forebay.transport.kafka.log import KafkaLog

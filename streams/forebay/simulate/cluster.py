@@ -41,8 +41,8 @@ from forebay.simulate.arrivals import FOREVER_US, Arrival, ListedArrivals
 from forebay.simulate.delays import NO_HOPS, Hop, Hops
 from forebay.simulate.outcome import RequestOutcomes, UtilizationTimeline
 from forebay.simulate.rank import LOAD_INTERVAL_US, EngineRank
-from forebay.simulate.requests import SimulatedRequest
 from forebay.simulate.settings import Transfer
+from forebay.simulate.simulated_request import SimulatedRequest
 from forebay.simulate.timeline import Recorder
 from forebay.simulate.transfers import LEASE_US, TransferResult, Transfers
 

@@ -10,10 +10,10 @@ from forebay.events.fleet import WorkerLost
 from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
 from forebay.events.requests import RequestCancelled
 from forebay.journal.groups import groups_of
-from forebay.replay.catalog.catalog_request import STATE_OF_PHASE
 from forebay.replay.catalog.contents import ContentsObserver
 from forebay.replay.catalog.facts import RequestRow
-from forebay.replay.catalog.requests import RequestFilter, find, request, requests
+from forebay.replay.catalog.request_queries import RequestFilter, find, request, requests
+from forebay.replay.catalog.request_steps import STATE_OF_PHASE
 from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.explain.find import UnknownRequest
@@ -182,8 +182,8 @@ async def test_pages_continue_where_the_previous_one_ended(monkeypatch: pytest.M
     everything = [f"r{number:02}" for number in reversed(range(25))]
     assert pages(10, RequestFilter()) == ([10, 10, 5], everything)
     assert pages(25, RequestFilter()) == ([25], everything)
-    monkeypatch.setattr("forebay.replay.catalog.requests.WINDOW_ROWS", 2)
-    monkeypatch.setattr("forebay.replay.catalog.requests.SCAN_MAX", 6)
+    monkeypatch.setattr("forebay.replay.catalog.request_queries.WINDOW_ROWS", 2)
+    monkeypatch.setattr("forebay.replay.catalog.request_queries.SCAN_MAX", 6)
     assert pages(10, RequestFilter())[1] == everything
     sizes, names = pages(10, RequestFilter(text="r07"))
     assert (max(sizes), names) == (1, ["r07"])

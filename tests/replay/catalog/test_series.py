@@ -14,7 +14,7 @@ from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS
 from forebay.journal.groups import groups_of
 from forebay.replay.catalog import histogram
-from forebay.replay.catalog.catalog_request import CatalogRequest
+from forebay.replay.catalog.request_steps import CatalogRequest
 from forebay.replay.catalog.series import LEVELS_US, SECOND_US, MetricRecorder, remove_before, series, worker_activity
 from forebay.replay.walk import Walk, oldest
 from forebay.transport.sqlite.log import SqliteLog

@@ -19,7 +19,7 @@ from forebay.cli.planner.command import LIMIT, PlannerStatusCommand
 from forebay.cli.planner.view import show_explanation, show_history, show_status
 from forebay.planner.orders import scaling_on_kafka
 from forebay.replay.scaling.decisions import explain_decision, read_history
-from forebay.replay.scaling.journal import OnProgress
+from forebay.replay.scaling.reader import OnProgress
 from forebay.replay.scaling.status import read_planner_status
 from forebay.transport.base import Log
 

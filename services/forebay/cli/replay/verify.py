@@ -27,7 +27,7 @@ from forebay.journal.groups import groups_of
 from forebay.journal.release import rules_text
 from forebay.processes.notices import complain
 from forebay.replay.checks import UNKNOWN_EVENTS, UNVERIFIED
-from forebay.replay.scaling.journal import ScalingVerification, has_scaling
+from forebay.replay.scaling.reader import ScalingVerification, has_scaling
 from forebay.replay.verify.divergence import CostTableRow, CostTables, DivergenceReport, EventSummary
 from forebay.replay.verify.verify import OnProgress, VerifyReport, include_scaling, verify
 from forebay.transport.sqlite.log import SqliteLog

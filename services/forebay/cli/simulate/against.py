@@ -38,7 +38,7 @@ from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
 from forebay.events.snapshots import WorkerState
 from forebay.events.topics import CONTROL, FLEET, REQUESTS
 from forebay.processes.notices import complain
-from forebay.replay.observed import ObservedHistory, RecordedRequest, observe_history
+from forebay.replay.observed_history import ObservedHistory, RecordedRequest, observe_history
 from forebay.runtime.errors import ConfigError
 from forebay.simulate.arrivals import Arrival
 from forebay.simulate.outcome import (

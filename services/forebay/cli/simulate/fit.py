@@ -12,7 +12,7 @@ from forebay.cli.simulate.command import FitCommand
 from forebay.cli.simulate.profile import write_profile
 from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.snapshots import WorkerState
-from forebay.replay.observed import ObservedHistory, RecordedRequest
+from forebay.replay.observed_history import ObservedHistory, RecordedRequest
 from forebay.runtime.errors import ConfigError
 from forebay.simulate.profiles.fitting import EngineRun, FitImpossible, ObservedRequest, TimingFit, fit
 from forebay.simulate.profiles.profile import EngineSizes, Profile

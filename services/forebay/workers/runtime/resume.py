@@ -43,7 +43,7 @@ class LaterAttempt:
 
 
 @dataclass(slots=True)
-class SlotReading:
+class ReplySlotReading:
     passes: int = 0
     undecodable: int = 0
 
@@ -52,7 +52,7 @@ class Resumer:
     """Starts the later attempts of one worker epoch, and passes the output of the earlier ones to `found`."""
 
     def __init__(
-        self, log: Log, group: str, outbox: Outbox, reading: SlotReading, spawn: Spawn, found: OnFound
+        self, log: Log, group: str, outbox: Outbox, reading: ReplySlotReading, spawn: Spawn, found: OnFound
     ) -> None:
         self._log = log
         self._group = group

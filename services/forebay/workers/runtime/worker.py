@@ -2,7 +2,7 @@
 
 Theory of operation. The worker acquires a lease and follows the topic `fleet` until the owner admits this incarnation.
 The offset of the admission is the worker epoch. Then the worker reads its work from its slot, a partition of the topic
-`work.<pool>`; `forebay.workers.runtime.requests` runs it. When the log says that the epoch is lost, the worker drops
+`work.<pool>`; `forebay.workers.runtime.work_items` runs it. When the log says that the epoch is lost, the worker drops
 all requests and acquires the lease as a new incarnation.
 
 A worker that has to stop, or that an operator drains, marks its lease as draining. Once the owner has recorded the
@@ -47,8 +47,8 @@ from forebay.workers.runtime.lease_keeper import LeaseKeeper
 from forebay.workers.runtime.life_cycle import State, Transition, WorkerDrain, WorkerLifeCycle
 from forebay.workers.runtime.media_feed import MediaFeed
 from forebay.workers.runtime.outbox import LOAD_INTERVAL_S, Outbox, append_output
-from forebay.workers.runtime.requests import WorkerCounters, WorkItems, no_such_rank
 from forebay.workers.runtime.resume import Spawn
+from forebay.workers.runtime.work_items import WorkerCounters, WorkItems, no_such_rank
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 Theory of operation. The owner claims its partition, recovers the world from snapshot and journal, then follows its
 input topics. In each turn it applies the records that are ready, requests first. It applies them in runs: a run has one
 clock reading and takes at most `RUN_US_MAX`. The owner appends the decisions of the turn to the journal. It sends their
-effects only once the journal confirms the append (see `forebay.live.owner.journal`).
+effects only once the journal confirms the append (see `forebay.live.owner.journal_writer`).
 
 A failed append ends the ownership, and so does a newer owner on the journal or on `fleet`. The owner does not roll
 anything back, because the next owner rebuilds the state from the log.
@@ -55,10 +55,10 @@ from forebay.live.owner.effects import (
     expected_blocks,
 )
 from forebay.live.owner.ingress_presence import IngressPresence
-from forebay.live.owner.journal import Journal, OwnershipLost
+from forebay.live.owner.journal_writer import JournalWriter, OwnershipLost
 from forebay.live.owner.lease_judgement import ObservedTime
-from forebay.live.owner.recorded_requests import SubmissionReader
-from forebay.live.owner.snapshots import Snapshots
+from forebay.live.owner.snapshot_writer import Snapshots
+from forebay.live.owner.submissions import SubmissionReader
 from forebay.live.owner.ttft_metrics import TtftRecorder
 from forebay.live.standby import Standby, Unconfirmed
 from forebay.transport.base import Draft, Lease, LeaseError, Leases, Log, LogError, Record, Tail, event_of
@@ -131,7 +131,7 @@ class Owner:
         self._tails: dict[str, Tail] = {}
         self._stopping = False
         self.world = World(settings.policies)
-        self.journal = Journal(log, settings.partition)
+        self.journal = JournalWriter(log, settings.partition)
         self.snapshots = Snapshots(
             log,
             settings.partition,

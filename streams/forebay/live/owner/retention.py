@@ -25,7 +25,7 @@ from forebay.events.topics import CONTROL, DECISIONS, GROUPS, INPUTS, MODELS, RE
 from forebay.journal.reader import decode_journal, decode_or_none
 from forebay.journal.snapshots import check_snapshot_beside, newest_snapshot
 from forebay.live.owner.owner import Owner
-from forebay.live.owner.recorded_requests import SubmissionReader
+from forebay.live.owner.submissions import SubmissionReader
 from forebay.transport.base import LogError
 from forebay.transport.sqlite.log import SqliteLog
 

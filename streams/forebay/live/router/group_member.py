@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from forebay.core.world import CORE_VERSION
 from forebay.events.topics import DECISIONS
 from forebay.live.heartbeats import HeartbeatWriter
-from forebay.live.owner.journal import OwnershipLost
+from forebay.live.owner.journal_writer import OwnershipLost
 from forebay.live.owner.owner import Owner
 from forebay.live.router.succession import LIVE_S, Backoff, Succession, may_have_rules
 from forebay.live.standby import STOPS, Standby

@@ -34,10 +34,10 @@ from forebay.events.progress import (
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, PROGRESS, REQUESTS
 from forebay.replay.catalog import checkpoints, markers, series
-from forebay.replay.catalog.catalog_request import COLUMNS, CatalogRequest, Row
 from forebay.replay.catalog.markers import MarkerRecorder
 from forebay.replay.catalog.mentions import MentionTable
 from forebay.replay.catalog.observer import CatalogObserver
+from forebay.replay.catalog.request_steps import COLUMNS, CatalogRequest, Row
 from forebay.replay.catalog.series import MetricRecorder
 
 UNRECORDED_MAX = 10_000  # requests shown with events after the journal; submissions pile up while there is no owner

@@ -30,11 +30,11 @@ from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigu
 from forebay.events.scaling import PlannerPaused, PoolSizeSet, ScalingDecided, ScalingEvent
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, SCALING
 from forebay.journal.release import rules_text
-from forebay.replay.catalog.catalog_request import CatalogRequest
 from forebay.replay.catalog.facts import Marker, MarkerKind
+from forebay.replay.catalog.request_steps import CatalogRequest
 from forebay.replay.catalog.store import Store
 from forebay.replay.moment import flat
-from forebay.replay.scaling.journal import PARTITION, has_scaling, pool_text
+from forebay.replay.scaling.reader import PARTITION, has_scaling, pool_text
 from forebay.transport.base import Log, records_of
 
 KINDS: tuple[MarkerKind, ...] = get_args(MarkerKind)

@@ -12,9 +12,9 @@ from itertools import pairwise
 from typing import Any
 
 from forebay.replay.catalog import histogram
-from forebay.replay.catalog.catalog_request import UNSUCCESSFUL, CatalogRequest
 from forebay.replay.catalog.facts import MetricSeries, WorkerActivity
 from forebay.replay.catalog.histogram import Histogram
+from forebay.replay.catalog.request_steps import UNSUCCESSFUL, CatalogRequest
 
 SECOND_US = 1_000_000
 LEVELS_US = tuple(seconds * SECOND_US for seconds in (1, 10, 60, 600, 3_600, 36_000, 360_000))  # each divides the next

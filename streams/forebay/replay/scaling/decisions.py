@@ -23,9 +23,9 @@ from forebay.events.scaling import (
     ScalingRefused,
 )
 from forebay.replay.moment import Fact
-from forebay.replay.scaling.journal import (
+from forebay.replay.scaling.reader import (
     OnProgress,
-    ScalingJournal,
+    ScalingReader,
     ScalingVerification,
     VerificationTally,
     differences_of,
@@ -178,24 +178,24 @@ async def read_history(
     `pool`, as `GROUP/POOL`, selects only its part of the decisions about it. `is_change` selects only decisions that
     change a selected pool.
     """
-    journal, tally = ScalingJournal(log, on_progress), VerificationTally()
+    reader, tally = ScalingReader(log, on_progress), VerificationTally()
     newest: deque[RecordedDecision] = deque(maxlen=limit)
     selected = 0
-    async for decision in journal.read():
+    async for decision in reader.read():
         tally.add(decision)
         is_late = since_us is None or decision.decided.at_us >= since_us
         if is_late and _is_selected(decision, pool, is_change=is_change):
             newest.append(decision)
             selected += 1
     if pool:
-        known_pool(pool, journal)
-    entries = [_entry(one, journal.state.open, pool) for one in newest]
-    return ScalingHistory(decisions=entries, selected=selected, verification=tally.report(journal.undecodable))
+        known_pool(pool, reader)
+    entries = [_entry(one, reader.state.open, pool) for one in newest]
+    return ScalingHistory(decisions=entries, selected=selected, verification=tally.report(reader.undecodable))
 
 
-def known_pool(name: str, journal: ScalingJournal) -> PoolKey:
+def known_pool(name: str, reader: ScalingReader) -> PoolKey:
     """Return the pool with the name `GROUP/POOL`. Raises UnknownPool if no claim that was read has it."""
-    known = {pool_text(pool): pool for pool in journal.pools}
+    known = {pool_text(pool): pool for pool in reader.pools}
     if name not in known:
         raise UnknownPool(unknown_name("pool", name, known))
     return known[name]
@@ -264,14 +264,14 @@ async def explain_decision(
 
     `window_us` has the first time of the decision and the time after its last one, in microseconds since 1970.
     """
-    journal = ScalingJournal(log, on_progress)
+    reader = ScalingReader(log, on_progress)
     if offset is not None:
-        decisions, near = await _between(journal, lambda one: one.offset, (offset, offset + 1))
+        decisions, near = await _between(reader, lambda one: one.offset, (offset, offset + 1))
         if not decisions:
             raise UnknownDecision(f"no decision at offset {offset}; {near}")
         found = decisions[0]
     elif window_us is not None:
-        decisions, near = await _between(journal, lambda one: one.decided.at_us, window_us)
+        decisions, near = await _between(reader, lambda one: one.decided.at_us, window_us)
         if not decisions:
             raise UnknownDecision(f"no decision at {utc(window_us[0])}; {near}")
         if len(decisions) > 1:
@@ -279,22 +279,22 @@ async def explain_decision(
             raise UnknownDecision(text)
         found = decisions[0]
     else:
-        async for _ in journal.read():
+        async for _ in reader.read():
             pass
-        if journal.newest is None:
+        if reader.newest is None:
             raise UnknownDecision("the planner has made no decision with an effect yet")
-        found = journal.newest
-    return _explanation(found, journal)
+        found = reader.newest
+    return _explanation(found, reader)
 
 
 async def _between(
-    journal: ScalingJournal, key: Callable[[RecordedDecision], int], window: tuple[int, int]
+    reader: ScalingReader, key: Callable[[RecordedDecision], int], window: tuple[int, int]
 ) -> tuple[list[RecordedDecision], str]:
     """Return the decisions with a key in a window, at most `NEAR_MAX`, and the nearest other ones as text."""
     before: list[RecordedDecision] = []
     found: list[RecordedDecision] = []
     after: list[RecordedDecision] = []
-    async for decision in journal.read():
+    async for decision in reader.read():
         if key(decision) < window[0]:
             before = [*before, decision][-NEAR_MAX // 2 :]
         elif key(decision) < window[1]:
@@ -309,8 +309,8 @@ def _offsets(decisions: list[RecordedDecision]) -> str:
     return ", ".join(f"{one.offset} ({utc(one.decided.at_us)})" for one in decisions)
 
 
-def _explanation(found: RecordedDecision, journal: ScalingJournal) -> ScalingExplanation:
-    entry = entry_of(found, journal.state.open)
+def _explanation(found: RecordedDecision, reader: ScalingReader) -> ScalingExplanation:
+    entry = entry_of(found, reader.state.open)
     # The steps of a stale decision are those of the state that its planner did not know.
     sizings = found.derivation.sizings if found.derivation is not None and found.outcome == "applied" else ()
     by_pool = {(one.pool.group, one.pool.pool): one for one in sizings}

@@ -23,7 +23,7 @@ from forebay.events.scaling import (
 )
 from forebay.replay.moment import Fact
 from forebay.replay.scaling.decisions import DecisionEntry, entry_of
-from forebay.replay.scaling.journal import NoPlanner, OnProgress, ScalingJournal, has_scaling, pool_text
+from forebay.replay.scaling.reader import NoPlanner, OnProgress, ScalingReader, has_scaling, pool_text
 from forebay.transport.base import Log
 
 VERSION = 1
@@ -118,10 +118,10 @@ async def read_planner_status(
 
     `now_us` is the wall clock in Unix time, by which a silent planner is found; None for a log of the past.
     """
-    journal, newest = ScalingJournal(log, on_progress), NewestDecisions()
-    async for found in journal.read():
+    reader, newest = ScalingReader(log, on_progress), NewestDecisions()
+    async for found in reader.read():
         newest.add(found)
-    return newest.status(journal, now_us)
+    return newest.status(reader, now_us)
 
 
 class NewestDecisions:
@@ -136,31 +136,31 @@ class NewestDecisions:
             self._latest |= dict.fromkeys(((one.group, one.pool) for one in found.decided.pools), found)
             self._changes |= dict.fromkeys(changed_pools(found.decided), found)
 
-    def status(self, journal: ScalingJournal, now_us: int | None) -> PlannerStatus:
-        """Return the status after the records that `journal` has read; it must have found a claim."""
-        assert journal.claim is not None, "without a claim, reading raises NoPlanner"
-        epoch, claim = journal.claim
+    def status(self, reader: ScalingReader, now_us: int | None) -> PlannerStatus:
+        """Return the status after the records that `reader` has read; it must have found a claim."""
+        assert reader.claim is not None, "without a claim, reading raises NoPlanner"
+        epoch, claim = reader.claim
         pools = []
         for pool in claim.settings.pools:
             key = (pool.group, pool.pool)
             entries = [
-                None if one is None else entry_of(one, journal.state.open)
+                None if one is None else entry_of(one, reader.state.open)
                 for one in (self._latest.get(key), self._changes.get(key))
             ]
-            pools.append(_pool_status(journal, pool, *entries))
-        return _status(journal, epoch, claim, pools, now_us)
+            pools.append(_pool_status(reader, pool, *entries))
+        return _status(reader, epoch, claim, pools, now_us)
 
 
 def _status(
-    journal: ScalingJournal, epoch: int, claim: PlannerClaimed, pools: list[ScaledPoolStatus], now_us: int | None
+    reader: ScalingReader, epoch: int, claim: PlannerClaimed, pools: list[ScaledPoolStatus], now_us: int | None
 ) -> PlannerStatus:
-    state, settings, order = journal.state, claim.settings, journal.paused if journal.state.paused else None
+    state, settings, order = reader.state, claim.settings, reader.paused if reader.state.paused else None
     return PlannerStatus(
-        problems=list(_problems(journal, claim, now_us)),
+        problems=list(_problems(reader, claim, now_us)),
         planner_id=claim.planner_id,
         epoch=epoch,
         since_us=claim.at_us,
-        stopped_us=journal.stopped.at_us if journal.stopped is not None else None,
+        stopped_us=reader.stopped.at_us if reader.stopped is not None else None,
         newest_us=state.now_us,
         paused=state.paused,
         paused_by=order.operator if order is not None else "",
@@ -168,15 +168,15 @@ def _status(
         gpus=sum(pool.gpus_per_worker * (pool.size or 0) for pool in pools),
         pools=pools,
         open=_open_actions(state),
-        decisions=journal.decisions,
-        undecodable=journal.undecodable,
+        decisions=reader.decisions,
+        undecodable=reader.undecodable,
         **{name: getattr(settings, name) for name in (*SHOWN_SETTINGS, *SHOWN_LIMITS)},
     )
 
 
-def _problems(journal: ScalingJournal, claim: PlannerClaimed, now_us: int | None) -> Iterator[str]:
-    state, settings = journal.state, claim.settings
-    if journal.stopped is not None:
+def _problems(reader: ScalingReader, claim: PlannerClaimed, now_us: int | None) -> Iterator[str]:
+    state, settings = reader.state, claim.settings
+    if reader.stopped is not None:
         yield f"the planner {claim.planner_id} has stopped, and no other one is active"
     elif now_us is not None and now_us - state.now_us > (SILENT_INTERVALS * settings.interval_s + SILENT_MORE_S) * US:
         silent_s = (now_us - state.now_us) / US
@@ -189,9 +189,9 @@ def _problems(journal: ScalingJournal, claim: PlannerClaimed, now_us: int | None
 
 
 def _pool_status(
-    journal: ScalingJournal, pool: PoolScaling, decision: DecisionEntry | None, change: DecisionEntry | None
+    reader: ScalingReader, pool: PoolScaling, decision: DecisionEntry | None, change: DecisionEntry | None
 ) -> ScaledPoolStatus:
-    state, key = journal.state, (pool.group, pool.pool)
+    state, key = reader.state, (pool.group, pool.pool)
     seen = state.last_observed(pool)
     manual = state.manual.get(key)
     return ScaledPoolStatus(
@@ -203,7 +203,7 @@ def _pool_status(
         max_size=pool.max_size,
         gpus_per_worker=pool.gpus_per_worker,
         manual_size=manual,
-        manual_by=journal.sizes_set[key][1].operator if manual is not None else "",
+        manual_by=reader.sizes_set[key][1].operator if manual is not None else "",
         observed=observed_demand(state.history[-1], seen) if seen is not None else None,
         forecast=expected_demand(demand) if (demand := _demand(state, key)) is not None else None,
         decision=decision,
@@ -284,20 +284,20 @@ async def read_scaling(log: Log, at_us: int | None, now_us: int | None) -> Scali
     """
     if not await has_scaling(log):
         return ScalingView(status=None, decisions=[], history={})
-    journal, newest = ScalingJournal(log, until_us=at_us), NewestDecisions()
+    reader, newest = ScalingReader(log, until_us=at_us), NewestDecisions()
     decisions: deque[RecordedDecision] = deque(maxlen=DECISIONS_MAX)
     history: dict[str, deque[PoolPoint]] = {}
     try:
-        async for decision in journal.read():
+        async for decision in reader.read():
             newest.add(decision)
             decisions.append(decision)
-            for key, point in _points(decision, journal.state):
+            for key, point in _points(decision, reader.state):
                 history.setdefault(key, deque(maxlen=POINTS_MAX)).append(point)
     except NoPlanner:
         return ScalingView(status=None, decisions=[], history={})
     return ScalingView(
-        status=newest.status(journal, now_us),
-        decisions=[entry_of(one, journal.state.open) for one in reversed(decisions)],
+        status=newest.status(reader, now_us),
+        decisions=[entry_of(one, reader.state.open) for one in reversed(decisions)],
         history={key: list(points) for key, points in history.items()},
     )
 

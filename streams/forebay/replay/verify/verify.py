@@ -29,7 +29,7 @@ from forebay.events.topics import DECISIONS, INPUTS
 from forebay.journal.snapshots import MissingChunk, OtherState, check_snapshot
 from forebay.journal.start import oldest_state
 from forebay.replay.checks import FOREIGN_PROGRESS, MISSING_SNAPSHOTS, SCALING_RULES
-from forebay.replay.scaling.journal import ScalingVerification, verify_scaling
+from forebay.replay.scaling.reader import ScalingVerification, verify_scaling
 from forebay.replay.spans import OtherSpan, spans_of
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.walk import Walk

@@ -15,7 +15,7 @@ from typing import TypeVar
 from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.errors import CorrelationIdError, IncompatibleBrokerVersion, KafkaConnectionError, RequestTimedOutError
 
-from forebay.transport.kafka.requests import VERSIONS, ResponseInvalid, header
+from forebay.transport.kafka.protocol import VERSIONS, ResponseInvalid, header
 
 logger = logging.getLogger(__name__)
 

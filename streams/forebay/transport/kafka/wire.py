@@ -20,7 +20,7 @@ from aiokafka.protocol.transaction import InitProducerIdRequest
 from forebay import runtime
 from forebay.transport.kafka.connection import BrokerConnection
 from forebay.transport.kafka.errors import error_of
-from forebay.transport.kafka.requests import FETCH, PRODUCE, fetch_body, fetched, produce_body, produced
+from forebay.transport.kafka.protocol import FETCH, PRODUCE, fetch_body, fetched, produce_body, produced
 from forebay.transport.kafka.settings import REQUEST_MS, RETRY_BACKOFF_MS, KafkaSettings
 from forebay.transport.kafka.start import start_whole
 

@@ -24,7 +24,7 @@ class OwnershipLost(LogError):
     """Another owner claimed the group."""
 
 
-class Journal:
+class JournalWriter:
     """Writer of the journal of one group, from `claim` until it finds another owner's claim.
 
     Attributes:

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from forebay.events.request_ids import SEPARATOR, aliases_of
-from forebay.replay.catalog.catalog_request import COLUMNS, ENDED, STATES, UNSUCCESSFUL, Row, decode_steps, mean_itl_us
 from forebay.replay.catalog.facts import RequestPage, RequestRow, RequestState
+from forebay.replay.catalog.request_steps import COLUMNS, ENDED, STATES, UNSUCCESSFUL, Row, decode_steps, mean_itl_us
 
 PAGE_MAX = 500
 WINDOW_ROWS = 1_000  # rows that a query reads at first; then twice as many, and so on

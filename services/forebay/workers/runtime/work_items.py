@@ -22,7 +22,7 @@ from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.runtime.media_feed import MediaFeed
 from forebay.workers.runtime.outbox import Outbox, append_output
 from forebay.workers.runtime.request_table import RequestTable, WorkRequest, WorkState, WorkTransition
-from forebay.workers.runtime.resume import LaterAttempt, Resumer, SlotReading, Spawn, continued
+from forebay.workers.runtime.resume import LaterAttempt, ReplySlotReading, Resumer, Spawn, continued
 
 SILENT = frozenset(("encode", "prefill"))  # stages without output to the client
 
@@ -40,7 +40,7 @@ class WorkerCounters:
     continued: int = 0
     reannounced: int = 0
     handed_back: int = 0
-    reading: SlotReading = field(default_factory=SlotReading)
+    reading: ReplySlotReading = field(default_factory=ReplySlotReading)
 
 
 class WorkItems:

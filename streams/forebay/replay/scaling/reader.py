@@ -28,7 +28,7 @@ class NoPlanner(LogError):
     pass
 
 
-class ScalingJournal:
+class ScalingReader:
     """Reader of the topic. Its attributes describe the records that it has read.
 
     `sizes_set` has the newest manual size of each pool with its offset. A released pool has the record of its release.
@@ -162,13 +162,13 @@ async def verify_scaling(log: Log) -> ScalingVerification | None:
     """Derive all decisions of the topic `scaling` again. None if the log has no record of this topic."""
     if not await has_scaling(log) or await log.end(SCALING.name, PARTITION) == 0:
         return None
-    journal, tally = ScalingJournal(log), VerificationTally()
+    reader, tally = ScalingReader(log), VerificationTally()
     try:
-        async for decision in journal.read():
+        async for decision in reader.read():
             tally.add(decision)
     except NoPlanner:  # an operator has written to the topic before the first planner
         pass
-    return tally.report(journal.undecodable)
+    return tally.report(reader.undecodable)
 
 
 def differences_of(decision: RecordedDecision) -> dict[str, dict[str, Any]]:
