@@ -7,8 +7,9 @@ from forebay.events.base import U32_BYTES
 from forebay.events.codec import encode
 from forebay.events.requests import RequestSubmitted, RoutingHints
 from forebay.events.topics import REQUESTS
+from forebay.ingress.commands import GRACE_S
 from forebay.ingress.errors import ApiError
-from forebay.ingress.ingress import GRACE_S, Ingress
+from forebay.ingress.group import GroupClient
 from forebay.ingress.prepare import PreparedRequest
 from forebay.transport.base import Draft, LogError
 from tests.faults.cluster import Cluster
@@ -53,11 +54,11 @@ class Client:
             found = self._cluster.ingress(self._planned.ingress)
             if found is not None:
                 process, service = found
-                if service.ingress is not None and _is_ready(process, service.ingress):
+                if service.group is not None and _is_ready(process, service.group):
                     self._process = process
                     self.outcome.state = "pending"
                     self.outcome.deadline_s = loop.time() + self._planned.timeout_ms / 1000
-                    process.spawn(self._request(service.ingress))
+                    process.spawn(self._request(service.group))
                     return
             await asyncio.sleep(RETRY_S)
         self.outcome.state, self.outcome.detail = "rejected", "not_ready"
@@ -96,26 +97,26 @@ class Client:
         draft = Draft(REQUESTS.name, PARTITION, encode(REQUESTS, event), outcome.request_id.encode())
         self._cluster.broker.append(draft, 0)
 
-    async def _request(self, ingress: Ingress) -> None:
+    async def _request(self, group: GroupClient) -> None:
         """Do what the HTTP routes do: admit, submit, read the response, and cancel it if the client disconnects."""
         outcome = self.outcome
         try:
-            ingress.require_owner()
-            ingress.admission.enter()
+            group.require_owner()
+            group.front.admission.enter()
         except ApiError as error:
             outcome.state, outcome.detail = "rejected", error.code
             return
         try:
-            await self._respond(ingress)
+            await self._respond(group)
         except ApiError as error:
             outcome.state, outcome.detail = "failed", error.code
         finally:
-            ingress.admission.leave()
+            group.front.admission.leave()
 
-    async def _respond(self, ingress: Ingress) -> None:
+    async def _respond(self, group: GroupClient) -> None:
         outcome, planned = self.outcome, self._planned
         loop = asyncio.get_running_loop()
-        stream = await ingress.submit(outcome.request_id, self.prepared())
+        stream = await group.submit(outcome.request_id, self.prepared())
         timers = [loop.call_later(planned.timeout_ms / 1000 + GRACE_S, stream.interrupt, "deadline")]
         if planned.disconnect_ms is not None:
             timers.append(loop.call_later(planned.disconnect_ms / 1000, stream.interrupt, "disconnected"))
@@ -138,13 +139,13 @@ class Client:
         finally:
             for timer in timers:
                 timer.cancel()
-            ingress.replies.close(outcome.request_id)
+            group.replies.close(outcome.request_id)
             if stream.ended is None:
-                ingress.cancel(outcome.request_id, stream.interrupt_reason or "disconnected")
+                group.cancel(outcome.request_id, stream.interrupt_reason or "disconnected")
 
 
-def _is_ready(process: Process, ingress: Ingress) -> bool:
+def _is_ready(process: Process, group: GroupClient) -> bool:
     try:
-        return process.evaluate(ingress.ready)
+        return process.evaluate(group.ready)
     except LogError:  # the process is about to end
         return False

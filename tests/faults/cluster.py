@@ -119,7 +119,7 @@ class Cluster:
         member = self.members[name]
         process, service = member.process, member.service
         assert isinstance(service, IngressService | None)
-        if process is None or not process.alive or service is None or service.ingress is None:
+        if process is None or not process.alive or service is None or service.group is None:
             return None
         return process, service
 
@@ -477,7 +477,7 @@ def _is_starting(service: Service | None) -> bool:
         case WorkerService():
             return service.worker is None
         case IngressService():
-            return service.ingress is None
+            return service.group is None
         case None:
             return True
 

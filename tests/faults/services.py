@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
@@ -12,19 +13,20 @@ from forebay.engine_model.model import EngineConfig
 from forebay.events.control import RouterConfig
 from forebay.events.fleet import WorkerSpec
 from forebay.events.topics import TOKENS
-from forebay.ingress.group import Readiness
-from forebay.ingress.ingress import Ingress
+from forebay.ingress.front import Front
+from forebay.ingress.group import GroupClient, Readiness
 from forebay.ingress.kafka_api.api import KafkaApi
 from forebay.ingress.kafka_api.shared import KafkaApiMetrics
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
-from forebay.ingress.served import OneModel
+from forebay.ingress.served_models import ServedModels
 from forebay.ingress.settings import IngressSettings
 from forebay.live.router.router import Router, RouterSettings
 from forebay.transport.base import LeaseError, Leases, Log, LogError
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import RouterHeartbeats
 from forebay.transport.kafka.log import KafkaLog
+from forebay.transport.models import ModelStore
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
 from forebay.workers.runtime.worker import Worker
@@ -154,10 +156,10 @@ class WorkerService:
 
 
 class IngressService:
-    """An ingress process without HTTP: clients call `Ingress.submit` directly."""
+    """An ingress process without HTTP: clients call `GroupClient.submit` directly."""
 
     def __init__(self, model: Model, slot: int, timeout_s: float) -> None:
-        self.ingress: Ingress | None = None
+        self.group: GroupClient | None = None
         self._model = model
         self._slot = slot
         self._timeout_s = timeout_s
@@ -175,23 +177,22 @@ class IngressService:
         settings = replace(settings, incarnation=runtime.random_id())
         directory = Directory(to.log)
         await directory.start()
-        heartbeats = RouterHeartbeats(to.log, GROUP)
-        ready = Readiness(heartbeats, directory)
+        ready = Readiness(RouterHeartbeats(to.log, GROUP), directory)
         reply_from = await to.log.end(TOKENS.name, self._slot)
-        metrics = IngressMetrics(CollectorRegistry(), GROUP)
-        ingress = Ingress(to.log, self._model, settings, metrics, ready, reply_from, ready.partition)
-        ingress.has_owner = lambda: heartbeats.has_owner
+        front = Front(to.log, settings, IngressMetrics(CollectorRegistry(), GROUP), reply_from, self._model)
+        store = ModelStore(to.log)
+        models = ServedModels(front, directory, store, Path(), lambda _: None, lambda _: ready, self._model)
         async with _keeper(to.ingress_leases) as keeper:
             keeper.hold(GROUP, settings.ingress_id, settings.incarnation, b"", lambda _: self._stopped.set())
-            self.ingress = ingress
+            self.group = models.group(GROUP)
             async with asyncio.TaskGroup() as tasks:
-                parts = [ingress.run(), ready.run(), directory.run()]
+                parts = [front.run(), models.run(), directory.run()]
                 running = [tasks.create_task(part) for part in parts]
-                api = tasks.create_task(_serve_kafka(to.log, ingress))
+                api = tasks.create_task(_serve_kafka(to.log, models))
                 await self._stopped.wait()
                 api.cancel()
                 await asyncio.wait((api,))
-                ingress.replies.interrupt_all("the server is stopping")
+                front.slot.interrupt_all("the server is stopping")
                 await asyncio.sleep(0.1)
                 for task in running:
                     task.cancel()
@@ -201,9 +202,9 @@ class IngressService:
         self._stopped.set()
 
 
-async def _serve_kafka(log: Log, ingress: Ingress) -> None:
+async def _serve_kafka(log: Log, models: ServedModels) -> None:
     if isinstance(log, KafkaLog):
-        await KafkaApi(log, OneModel(ingress), KafkaApiMetrics(CollectorRegistry()), API_REPLY_SLOTS).run()
+        await KafkaApi(log, models, KafkaApiMetrics(CollectorRegistry()), API_REPLY_SLOTS).run()
 
 
 async def until_failed(work: "asyncio.Task[None]", log_failed: "asyncio.Future[LogError]") -> None:

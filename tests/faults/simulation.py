@@ -220,7 +220,7 @@ def _check_quiet(cluster: Cluster, clients: list[AnyClient]) -> None:
         if cluster.lease_holders(kind) != wanted:
             raise Violation(f"leases of kind {kind}: {sorted(cluster.lease_holders(kind))}, expected {sorted(wanted)}")
     for one in cluster.ingresses():
-        if one.ingress is None or len(one.ingress.replies) or one.ingress.admission.in_flight:
+        if one.group is None or len(one.group.replies) or one.group.front.admission.in_flight:
             raise Violation("an ingress still has requests in flight")
 
 

@@ -39,19 +39,21 @@ from forebay.events.tokens import (
     Usage,
 )
 from forebay.events.topics import CONTROL, REQUESTS, TOKENS, Topic
+from forebay.ingress.front import Front
 from forebay.ingress.http.app import build_app
 from forebay.ingress.http.endpoint import TlsFiles
 from forebay.ingress.http.protocol import ConnectionLimits
 from forebay.ingress.http.server import Server, build_server, listen
-from forebay.ingress.ingress import Ingress
+from forebay.ingress.loaded_model import LoadedModel
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
-from forebay.ingress.served import OneModel
+from forebay.ingress.served_models import ServedModels
 from forebay.ingress.settings import IngressSettings
 from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.harness.memory_log import fail_commits, memory_log
+from tests.harness.only_model import Placed, Present, only_model
 from tests.system import until
 
 NAME = "test-model"
@@ -67,18 +69,29 @@ HEADERS = {"authorization": f"Bearer {ADMIN_TOKEN}", "content-type": "applicatio
 class Scene:
     """HTTP client of an ingress, and methods that play router and worker on its log."""
 
-    def __init__(self, log: SqliteLog, db: sqlite3.Connection, ingress: Ingress, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        log: SqliteLog,
+        db: sqlite3.Connection,
+        models: ServedModels,
+        loaded: LoadedModel,
+        presence: Present,
+        registry: CollectorRegistry,
+    ) -> None:
         self.log = log
         self._db = db
-        self.ingress = ingress
-        self.model = ingress.model
+        self.models = models
+        self.loaded = loaded
+        self.model = loaded.model
+        self.group = loaded.group
+        self.front = loaded.group.front
+        self.presence = presence
         self.registry = registry
-        self.is_ready = True
         self._answered = 0
 
     @functools.cached_property
     def app(self) -> FastAPI:
-        return build_app(OneModel(self.ingress), self.registry)
+        return build_app(self.models, self.registry)
 
     @functools.cached_property
     def client(self) -> httpx.AsyncClient:
@@ -201,7 +214,7 @@ class Scene:
     async def served(self, tls: TlsFiles | None = None, **limits: Any) -> AsyncIterator[tuple[int, Server]]:
         """Serve over TCP with these limits of connections; yield the port and the server."""
         listener, port = self.listen()
-        server = build_server(self.app, limits=ConnectionLimits(self.ingress.metrics.reject, **limits), tls=tls)
+        server = build_server(self.app, limits=ConnectionLimits(self.front.metrics.reject, **limits), tls=tls)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await until(lambda: server.started)
         try:
@@ -232,7 +245,7 @@ class Scene:
 
     def refusals(self) -> Counter[str]:
         """Return the number of requests that got an error, by error code."""
-        (metric,) = self.ingress.metrics.errors.collect()
+        (metric,) = self.front.metrics.errors.collect()
         return Counter({one.labels["code"]: int(one.value) for one in metric.samples if one.name.endswith("_total")})
 
     def metric(self, line: str) -> bool:
@@ -277,7 +290,7 @@ async def make_scene(
     model: Model | None = None,
     *,
     wrap: Callable[[SqliteLog], Any] = lambda log: log,
-    find_partition: Callable[[], int | None] = lambda: 0,
+    is_placed: bool = True,
     **changes: Any,
 ) -> AsyncIterator[Scene]:
     """Yield a scene with these settings, whose ingress uses the log that `wrap` returns."""
@@ -292,23 +305,17 @@ async def make_scene(
         "admin_token": "",  # the 20 routes of the admin API take half of the time of building an application
     }
     settings = IngressSettings(ingress_id="i1", **{**fields, **changes})
-    scenes: list[Scene] = []
-    ingress = Ingress(
-        wrap(log),
-        model or copy.copy(default_model()),  # a test may change attributes of its model
-        settings,
-        IngressMetrics(registry, NAME),
-        lambda: scenes[0].is_ready,
-        0,
-        find_partition,
-    )
-    scenes.append(Scene(log, db, ingress, registry))
-    running = asyncio.create_task(ingress.run())
+    model = model or copy.copy(default_model())  # a test may change attributes of its model
+    front = Front(wrap(log), settings, IngressMetrics(registry, NAME), 0, model)
+    ready = Placed(front, 0 if is_placed else None)
+    models = only_model(front, model, ready)
+    scene = Scene(log, db, models, (await models.only("")).loaded, ready.presence, registry)
+    running = asyncio.create_task(front.run())
     try:
-        yield scenes[0]
+        yield scene
     finally:
-        if "client" in vars(scenes[0]):
-            await scenes[0].client.aclose()
+        if "client" in vars(scene):
+            await scene.client.aclose()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         log.close()

@@ -12,7 +12,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from forebay.events.requests import RequestCancelled, RequestSubmitted
-from forebay.ingress import ingress as ingress_module
+from forebay.ingress import group
 from forebay.ingress.access_log import CLIENT_CLOSED, INCOMPLETE, LOGGER
 from forebay.ingress.admission import BURST_S, POOL_FULL, RETRY_AFTER_S_MAX, STARTED_PER_ITERATION, IngressAdmission
 from forebay.ingress.errors import ApiError
@@ -20,7 +20,20 @@ from forebay.ingress.http.server import build_server, listen
 from forebay.ingress.metrics import IngressMetrics
 from forebay.transport.base import Draft, LogFull
 from tests.harness.local import free_ports
-from tests.ingress.conftest import CHAT, EMBED, HEADERS, NAME, ROUTE, TEXT, Scene, chat, error, make_scene, text
+from tests.harness.only_model import Present
+from tests.ingress.conftest import (
+    CHAT,
+    EMBED,
+    HEADERS,
+    NAME,
+    ROUTE,
+    TEXT,
+    Scene,
+    chat,
+    error,
+    make_scene,
+    text,
+)
 from tests.system import PATIENCE_S, until
 
 CONNECTIONS = 96
@@ -46,7 +59,7 @@ async def test_after_a_full_pool_requests_are_rejected_unread_until_one_ends(sce
     third = await scene.next_request()
     scene.reply(third.request_id, " well")
     assert (await again).status_code == 200
-    assert scene.ingress.admission.in_flight == 0
+    assert scene.front.admission.in_flight == 0
     assert scene.metric("forebay_ingress_requests_in_flight 0.0")
 
 
@@ -56,12 +69,12 @@ async def test_a_burst_is_prepared_gradually_without_rejections(scene: Scene) ->
         request = await scene.next_request()
         scene.reply(request.request_id, " well")
     assert {(await one).status_code for one in pending} == {200}
-    assert scene.ingress.admission.in_flight == 0
+    assert scene.front.admission.in_flight == 0
 
 
 async def test_other_routes_are_served_while_requests_are_rejected(scene: Scene) -> None:
-    scene.ingress.admission.enter()
-    scene.ingress.full.mark()
+    scene.front.admission.enter()
+    scene.group.full.mark()
     assert (await scene.client.post("/v1/completions", json={})).status_code == 429
     assert (await scene.client.get("/v1/models")).status_code == 200
     assert (await scene.client.get("/live")).status_code == 200
@@ -168,8 +181,8 @@ async def test_without_an_owner_a_request_is_rejected_at_once(
     def tokenized(*_: object, **__: object) -> list[int]:
         raise AssertionError("the text was tokenized before the request was refused")
 
-    monkeypatch.setattr(scene.ingress.model, "encode", tokenized)
-    scene.ingress.has_owner = lambda: False
+    monkeypatch.setattr(scene.model, "encode", tokenized)
+    scene.presence.has_owner = False
     response = await scene.client.post(path, json=body)
     assert error(response) == (503, "no_owner")
     assert int(response.headers["retry-after"]) >= 1
@@ -179,7 +192,7 @@ async def test_without_an_owner_a_request_is_rejected_at_once(
 async def test_a_submitted_request_continues_without_an_owner(scene: Scene) -> None:
     pending = scene.start(*REQUESTS[1])
     request = await scene.next_request()
-    scene.ingress.has_owner = lambda: False
+    scene.presence.has_owner = False
     scene.reply(request.request_id, "Hi")
     assert (await pending).status_code == 200
 
@@ -202,9 +215,9 @@ def acknowledge_late(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> tuple[asy
 async def test_an_unacknowledged_request_fails_and_is_cancelled(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, *, is_silent: bool
 ) -> None:
-    monkeypatch.setattr(ingress_module, "ACKNOWLEDGED_S", 3_600 if is_silent else 0.05)
-    monkeypatch.setattr(ingress_module, "CHECKED_S", 0.01)
-    scene.ingress.owner_silent_s = lambda: 0.8 if is_silent else 0.1
+    monkeypatch.setattr(group, "ACKNOWLEDGED_S", 3_600 if is_silent else 0.05)
+    monkeypatch.setattr(group, "CHECKED_S", 0.01)
+    scene.presence.owner_age_s = 0.8 if is_silent else 0.1
     _, late = acknowledge_late(scene, monkeypatch)
     response = await scene.start(*REQUESTS[1])
     assert error(response) == (503, "log_unavailable")
@@ -218,14 +231,14 @@ async def test_an_unacknowledged_request_fails_and_is_cancelled(
 async def test_a_request_waits_for_a_late_acknowledgement_while_the_owner_beats(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingress_module, "CHECKED_S", 0.01)
+    monkeypatch.setattr(group, "CHECKED_S", 0.01)
     checked = asyncio.Event()
 
-    def silent_s() -> float:
+    def silent_s(_: Present) -> float:
         checked.set()
         return 0.1
 
-    scene.ingress.owner_silent_s = silent_s
+    monkeypatch.setattr(Present, "owner_age_s", property(silent_s))
     is_back, _ = acknowledge_late(scene, monkeypatch)
     pending = scene.start(*REQUESTS[1])
     request = await scene.next_request()
@@ -264,7 +277,7 @@ async def test_a_stream_that_fails_is_logged_with_its_error(scene: Scene, caplog
         pending = asyncio.create_task(client.post(TEXT, json={**BODY, "stream": True}))
         request = await scene.next_request()
         scene.emit_text(request.request_id, " good")
-        scene.ingress.replies.interrupt_all("the log is gone")
+        scene.group.replies.interrupt_all("the log is gone")
         await pending
         await until(lambda: len(fields(caplog)) == 1)
     (found,) = fields(caplog)

@@ -410,7 +410,7 @@ FIELDS = st.sampled_from(
 async def refusing_scene() -> AsyncIterator[Scene]:
     """Yield a scene that rejects valid bodies, too."""
     async with make_scene(timeout_s=0.000_001) as made:
-        made.ingress.submit = _refuse_all  # type: ignore[method-assign]
+        made.group.submit = _refuse_all  # type: ignore[method-assign]
         yield made
 
 
@@ -505,8 +505,8 @@ async def test_the_kafka_api_ignores_unknown_fields_too(scene: Scene) -> None:
     value = msgspec.json.encode({"model": NAME, "messages": [GREETING], "color": 1})
     record = Record("openai-requests", 0, 0, 0, value)
     with pytest.raises(ApiError, match="unknown parameter 'color'"):
-        body_of(record, scene.ingress.front.bodies.limits)
-    assert body_of(record, scene.ingress.front.bodies.limits, ignores_unknown=True).model == NAME
+        body_of(record, scene.front.bodies.limits)
+    assert body_of(record, scene.front.bodies.limits, ignores_unknown=True).model == NAME
 
 
 REQUIRED: dict[type[Body], dict[str, Any]] = {

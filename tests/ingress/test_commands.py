@@ -171,7 +171,7 @@ async def test_an_error_of_the_router_is_returned(scene: Scene) -> None:
 async def test_a_command_without_a_router_times_out(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay.ingress.commands.GRACE_S", 0.0)
     assert error(await scene.client.post("/pause", json={"timeout_s": 0.01})) == (504, "deadline_exceeded")
-    assert len(scene.ingress.replies) == 0
+    assert len(scene.group.replies) == 0
 
 
 async def test_a_command_id_is_unique_in_flight(scene: Scene) -> None:
@@ -191,7 +191,7 @@ async def fail(*_: Any) -> Any:
 async def test_a_failed_log_is_a_503(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = scene.start("/pause", {})
     await next_command(scene)
-    scene.ingress.replies.interrupt_all("the disk is full")
+    scene.group.replies.interrupt_all("the disk is full")
     monkeypatch.setattr(scene.log, "append", fail)
     for response, reason in ((await waiting, "the disk is full"), (await scene.client.post("/pause"), "no broker")):
         assert (response.status_code, response.json()["error"]["message"]) == (503, reason)
@@ -387,6 +387,6 @@ async def test_a_log_that_does_not_respond_is_a_503(
 
 
 async def test_before_a_router_has_placed_the_model_only_configured_adapters_are_served() -> None:
-    async with make_scene(admin_token=ADMIN_TOKEN, loras=("legal",), find_partition=lambda: None) as scene:
+    async with make_scene(admin_token=ADMIN_TOKEN, loras=("legal",), is_placed=False) as scene:
         assert await served(scene) == ["legal"]
         assert error(await scene.client.post("/pause")) == (503, "no_group")

@@ -161,7 +161,7 @@ async def test_a_submission_has_the_offset_where_its_response_can_begin(scene: S
         assert request.reply_from == scene.log.next_offset("tokens", 4) == offset
         scene.reply(request.request_id, " one")
         assert (await pending).status_code == 200
-        await until(lambda: scene.ingress.replies.position == offset + 2)  # noqa: B023 - awaited here
+        await until(lambda: scene.group.replies.position == offset + 2)  # noqa: B023 - awaited here
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -259,7 +259,7 @@ async def test_a_failed_commit_is_a_503_for_all_requests_in_flight(scene: Scene)
     for pending in (scene.start(CHAT, chat()), waiting):
         assert error(await pending) == (503, "log_unavailable")
     assert scene.log.failure is not None
-    assert not len(scene.ingress.replies)
+    assert not len(scene.group.replies)
 
 
 async def test_a_stalled_client_is_dropped_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +277,7 @@ async def test_a_stalled_client_is_dropped_after_the_deadline(monkeypatch: pytes
         scene.emit_text((await scene.next_request()).request_id, " one")
         await serving
         assert (await scene.cancelled()).reason == "deadline"
-        assert not len(scene.ingress.replies)
+        assert not len(scene.group.replies)
         assert scene.metric(f'dynamo_frontend_disconnected_clients{{model="{NAME}"}} 1.0')
 
 
@@ -314,7 +314,7 @@ async def test_a_disconnect_cancels_the_request(scene: Scene, body: dict[str, An
         await until(lambda: len(scene.requests(RequestCancelled)) == count)
         assert {one.request_id for one in scene.requests(RequestCancelled)} == requests
         assert {one.reason for one in scene.requests(RequestCancelled)} == {"client disconnected"}
-        await until(lambda: not len(scene.ingress.replies))
+        await until(lambda: not len(scene.group.replies))
         assert scene.metric("dynamo_frontend_disconnected_clients")
 
 
@@ -401,8 +401,8 @@ async def test_each_choice_of_each_prompt_is_a_request_and_usage_is_summed(scene
         "prompt_tokens_details": {"cached_tokens": 1 + 3},
     }
     assert [one["request_id"] for one in body["forebay"]["choices"]] == [one.request_id for one in requests]
-    assert not len(scene.ingress.replies)
-    assert scene.ingress.admission.in_flight == 0
+    assert not len(scene.group.replies)
+    assert scene.front.admission.in_flight == 0
 
 
 async def test_a_stream_interleaves_the_choices(scene: Scene) -> None:
@@ -448,7 +448,7 @@ async def test_the_failure_of_a_choice_fails_the_request(scene: Scene, stream: b
     assert response.headers["x-request-id"] == "c"
     await until(lambda: len(scene.requests(RequestCancelled)) == 2)
     assert {one.reason for one in scene.requests(RequestCancelled)} == {"queue_full"}
-    assert scene.ingress.admission.in_flight == 0
+    assert scene.front.admission.in_flight == 0
 
 
 async def test_the_failure_of_a_choice_in_a_stream_is_its_last_event(scene: Scene) -> None:
@@ -478,7 +478,7 @@ async def test_a_reply_may_arrive_before_the_append_is_acknowledged(
             scene.refuse(request.request_id, 429, "pool_full")
         else:
             scene.reply(request.request_id, " water")
-    await until(lambda: scene.ingress.replies.position == (2 if rejects else 4))
+    await until(lambda: scene.group.replies.position == (2 if rejects else 4))
     acknowledged.set()
     response = await pending
     if rejects:
@@ -509,7 +509,7 @@ async def test_output_that_a_client_does_not_read_waits_in_the_streams(
     for word in range(40):
         for request in requests:
             scene.emit(request.request_id, scene.model.encode(" water"), first=word)
-        await until(lambda: scene.ingress.replies.position >= 2 * (word + 1))  # noqa: B023 - awaited in this iteration
+        await until(lambda: scene.group.replies.position >= 2 * (word + 1))  # noqa: B023 - awaited in this iteration
     for request in requests:
         scene.end(request.request_id, output=40)
     reads.set()
@@ -531,7 +531,7 @@ async def test_every_choice_counts_for_admission(scene: Scene, monkeypatch: pyte
     for request in requests:
         scene.reply(request.request_id, " water")
     assert (await pending).status_code == 200
-    assert scene.ingress.admission.in_flight == 0
+    assert scene.front.admission.in_flight == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -553,9 +553,9 @@ async def test_the_kafka_api_sends_the_object_of_http(scene: Scene) -> None:
     scene.reply(requests[0].request_id, " water")
     given = (await pending).json()
     parsed, same = parse(TextBody, msgspec.json.encode(body)), given["id"]
-    prepared = await scene.ingress.prepare(parsed, ())
-    fold = scene.ingress.fold(same, parsed, prepared, created_s=given["created"])
-    response = RecordResponse(WindowEntry(0, 0), ReplyAddress(same, ""), fold, scene.ingress)
+    prepared = await scene.loaded.prepare(parsed, ())
+    fold = scene.loaded.fold(same, parsed, prepared, created_s=given["created"])
+    response = RecordResponse(WindowEntry(0, 0), ReplyAddress(same, ""), fold, scene.group)
     waiting = {one.request_id: PendingRequest(one.request_id, response, at, one) for at, one in enumerate(requests)}
     (whole,) = [
         piece

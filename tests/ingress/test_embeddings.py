@@ -60,7 +60,7 @@ async def test_each_input_becomes_a_request_and_vectors_keep_the_order(scene: Sc
     assert (body["object"], body["model"], response.headers["x-request-id"]) == ("list", NAME, "e")
     labels = f'{{endpoint="embeddings",model="{NAME}",request_type="unary",status="success"}}'
     assert scene.metric(f"dynamo_frontend_requests_total{labels} 1.0")
-    assert not len(scene.ingress.replies)
+    assert not len(scene.group.replies)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ async def test_more_inputs_than_the_limit_in_flight_all_complete(scene: Scene) -
     for at in range(count):
         request = await scene.next_request()
         reply(scene, request.request_id, [float(request.request_id.rpartition("-")[2])])
-        assert len(scene.ingress.replies) <= 64, at
+        assert len(scene.group.replies) <= 64, at
     assert [one["embedding"] for one in (await pending).json()["data"]] == [[float(at)] for at in range(count)]
 
 
@@ -113,7 +113,7 @@ async def test_one_failed_input_fails_the_request_and_cancels_the_others(scene: 
     assert response.headers["retry-after"] == "1"
     await until(lambda: scene.requests(RequestCancelled))
     assert [event.request_id for event in scene.requests(RequestCancelled)] == [cancelled]
-    assert not len(scene.ingress.replies)
+    assert not len(scene.group.replies)
 
 
 async def test_an_engine_that_returns_tokens_instead_is_an_error(scene: Scene) -> None:
@@ -135,7 +135,7 @@ async def test_openai_client_gets_vectors_and_a_disconnect_cancels(scene: Scene)
         request = await scene.next_request()
         leaving.cancel()
         assert (await scene.cancelled()).request_id == request.request_id
-        await until(lambda: not len(scene.ingress.replies))
+        await until(lambda: not len(scene.group.replies))
 
 
 def folded(records: list[TokenEvent], inputs: int) -> list[ResponseRecord]:
@@ -192,7 +192,7 @@ async def test_many_inputs_do_not_block_the_event_loop(scene: Scene) -> None:
             await asyncio.sleep(0)
 
     beside = asyncio.create_task(others())
-    parts = await scene.ingress.prepare(EmbeddingBody(model=NAME, input=["some words"] * 100), ())
+    parts = await scene.loaded.prepare(EmbeddingBody(model=NAME, input=["some words"] * 100), ())
     beside.cancel()
     assert len(parts) == 100
     assert turns >= 100

@@ -14,7 +14,6 @@ from starlette.routing import Route
 from forebay.events.topics import CONTROL, REQUESTS
 from forebay.ingress.http.app import build_app
 from forebay.ingress.http.guards import PAGES, UNCHECKED, allowed_hosts, allowed_origins, requires_api_key
-from forebay.ingress.served import OneModel
 from forebay.runtime.errors import ConfigError
 from tests.ingress.conftest import (
     ADMIN_TOKEN,
@@ -116,7 +115,7 @@ async def test_the_admin_api_requires_its_token(scene: Scene) -> None:
                 assert ("www-authenticate" in response.headers) is (status == 401)
                 assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert is_untouched(scene)
-    assert ADMIN_TOKEN not in repr(scene.ingress.settings)
+    assert ADMIN_TOKEN not in repr(scene.group.settings)
 
 
 async def test_without_a_token_there_is_no_admin_api() -> None:
@@ -174,7 +173,7 @@ async def test_a_command_without_a_body_needs_no_content_type(scene: Scene) -> N
 async def test_an_unknown_host_is_rejected(
     shared_scene: Scene, listening: tuple[str, str], names: Sequence[str], served: Sequence[str], refused: Sequence[str]
 ) -> None:
-    app = build_app(OneModel(shared_scene.ingress), shared_scene.registry, hosts=allowed_hosts(*listening, names))
+    app = build_app(shared_scene.models, shared_scene.registry, hosts=allowed_hosts(*listening, names))
     async with client_of(app) as client:
         for header in served:
             assert (await client.get("/v1/models", headers={"host": header})).status_code == 200, header
@@ -292,7 +291,7 @@ async def test_a_key_is_no_part_of_settings_and_logs(keyed: Scene, caplog: pytes
     with caplog.at_level("DEBUG"):
         await status(keyed, "GET", "/v1/models", KEYS[0])
         await status(keyed, "GET", "/v1/models", "guessed-key")
-    assert not re.search("first-key|guessed-key", caplog.text + repr(keyed.ingress.settings))
+    assert not re.search("first-key|guessed-key", caplog.text + repr(keyed.group.settings))
 
 
 async def test_the_admin_token_must_differ_from_the_keys() -> None:

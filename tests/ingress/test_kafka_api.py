@@ -34,7 +34,6 @@ from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.parsers.composer import Composer, TextAssembler
 from forebay.ingress.parsers.deltas import OutputDelta
 from forebay.ingress.response_fold import CompletionFold, EmbeddingFold, was_rejected
-from forebay.ingress.served import OneModel
 from forebay.ingress.settings import IngressSettings
 from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Draft, Record
@@ -142,7 +141,7 @@ async def test_the_headers_of_a_record_are_routing_hints() -> None:
     body = body_of(msgspec.structs.replace(record(), headers=headers), BOUNDS)
     assert isinstance(body, ChatBody)
     async with make_scene(routing_hints=True) as scene:
-        (prepared,) = await scene.ingress.prepare(body, headers.items())
+        (prepared,) = await scene.loaded.prepare(body, headers.items())
     submission = prepared.submission("a", reply_slot=1, reply_from=2, nonce=3, at_us=4, ingress_id="i")
     assert submission.routing == RoutingHints(worker_id="w1", rank=2)
 
@@ -168,7 +167,7 @@ class Fold:
         assert isinstance(body, ChatBody)
         composer = Composer(TextAssembler(scene.model.decoder(), []))
         fold = CompletionFold(request_id, body, prompt_tokens, [composer], created_s=7)
-        response = RecordResponse(WindowEntry(0, 0), ReplyAddress("a", ""), fold, scene.ingress)
+        response = RecordResponse(WindowEntry(0, 0), ReplyAddress("a", ""), fold, scene.group)
         submission = next((one for one in scene.requests(RequestSubmitted) if one.request_id == request_id), None)
         self.scene = scene
         self.request = PendingRequest(request_id, response, submission=submission)
@@ -262,7 +261,7 @@ class FakeKafka:
         metrics = KafkaApiMetrics(CollectorRegistry())
         self.responses: list[Any] = []
         self.server = PartitionServer(
-            SharedState(cast(Any, shared), OneModel(scene.ingress), cast(Any, self), cast(Any, self), metrics, 16), 3
+            SharedState(cast(Any, shared), scene.models, cast(Any, self), cast(Any, self), metrics, 16), 3
         )
         self.records = 0
 
@@ -326,7 +325,7 @@ async def test_an_error_of_a_parser_ends_the_response(
 
         finish = push
 
-    monkeypatch.setattr(scene.ingress.parsers, "parser", lambda how, request_id: Broken())
+    monkeypatch.setattr(scene.loaded.parsers, "parser", lambda how, request_id: Broken())
     fake = FakeKafka(scene, monkeypatch)
     async with fake.serving() as serving:
         await fake.start_request({**BODY, "stream": True})

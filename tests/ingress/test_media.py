@@ -70,7 +70,7 @@ def body(*parts: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 async def prepare(scene: Scene, *parts: dict[str, Any], **changes: Any) -> PreparedRequest:
-    (prepared,) = await scene.ingress.prepare(parse(ChatBody, msgspec.json.encode(body(*parts, **changes))), [])
+    (prepared,) = await scene.loaded.prepare(parse(ChatBody, msgspec.json.encode(body(*parts, **changes))), [])
     return prepared
 
 

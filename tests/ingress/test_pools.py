@@ -154,7 +154,7 @@ CHANGES: Sequence[tuple[str, dict[str, Any]]] = (
 
 
 async def test_nothing_is_changed_while_no_router_has_placed_the_model() -> None:
-    async with with_pools(find_partition=lambda: None) as scene:
+    async with with_pools(is_placed=False) as scene:
         assert (await read(scene, BUSY), await read(scene, DISAGG)) == ({"thresholds": []}, {"disaggregation": []})
         assert (await read(scene, POOLS))["pools"] == []
         for path, body in CHANGES:
@@ -272,7 +272,7 @@ async def policies(scene: Scene) -> dict[str, str]:
 
 async def test_the_policy_of_a_pool_is_changed_and_reset() -> None:
     async with with_pools(*LISTED) as scene:
-        pools = scene.ingress.pools
+        pools = scene.group.pools
         pools.allowed_policies = lambda: ("mine.Policy",)
         await post(scene, f"{POOLS}/policy", pool="short", mode="round-robin", operator="alice")
         await post(scene, f"{POOLS}/policy", pool="long", mode="mine.Policy")

@@ -32,7 +32,6 @@ from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.http.app import build_app
 from forebay.ingress.http.queries import SHARED_S, SharedReader, StatusReader
-from forebay.ingress.served import OneModel
 from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.status import GroupStatus, owner_status
@@ -96,7 +95,7 @@ async def test_a_query_returns_the_selection_and_all_costs(scene: Scene, path: s
     assert (other["worker_id"], other["prefill_blocks"], other["taint_factor"]) == ("w2", 9.5, 1.0)
     assert response.headers["x-request-id"] == client_id_of(query.request_id)
     assert scene.requests() == [query]
-    assert not len(scene.ingress.replies)
+    assert not len(scene.group.replies)
 
 
 async def test_a_query_has_the_fields_of_the_request() -> None:
@@ -141,7 +140,7 @@ async def test_a_query_without_a_response_times_out() -> None:
         assert error(response) == (504, "deadline_exceeded")
         query = await scene.next_query()
         scene.send(route_response(query))  # too late, and nobody minds
-        await until(lambda: scene.ingress.replies.position == 1)
+        await until(lambda: scene.group.replies.position == 1)
 
 
 async def test_a_failed_log_is_a_503_for_all_queries(scene: Scene) -> None:
@@ -152,7 +151,7 @@ async def test_a_failed_log_is_a_503_for_all_queries(scene: Scene) -> None:
     for pending in (scene.client.post(ROUTE, json=body), waiting):
         response = await pending
         assert error(response) == (503, "log_unavailable")
-    assert not len(scene.ingress.replies)
+    assert not len(scene.group.replies)
 
 
 async def test_disagg_a_query_names_the_prefill_worker(scene: Scene) -> None:
@@ -196,7 +195,7 @@ def silence() -> Iterator[LogSource]:
 async def pending(scene: Scene, source: LogSource | None, **options: Any) -> AsyncIterator[tuple[Explainer, Any]]:
     """Yield an explainer, and a function that requests an explanation over HTTP."""
     explainer = Explainer(source, **options)
-    app = build_app(OneModel(scene.ingress), CollectorRegistry(), explainer)
+    app = build_app(scene.models, CollectorRegistry(), explainer)
     try:
         async with client_of(app) as client:
 
@@ -369,7 +368,7 @@ async def real_status() -> GroupStatus:
 
 @asynccontextmanager
 async def status_client(scene: Scene, read: StatusReader) -> AsyncIterator[httpx.AsyncClient]:
-    app = build_app(OneModel(scene.ingress), CollectorRegistry(), read_status=read)
+    app = build_app(scene.models, CollectorRegistry(), status_of=lambda _: read())
     async with client_of(app) as made:
         yield made
 

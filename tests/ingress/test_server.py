@@ -324,12 +324,12 @@ class Served(NamedTuple):
 @asynccontextmanager
 async def served(scene: Scene, drain_s: float) -> AsyncIterator[Served]:
     listener, port = scene.listen()
-    server, ingress = build_server(scene.app), scene.ingress
+    server = build_server(scene.app)
 
     def interrupt(reason: str) -> None:
-        ingress.replies.interrupt_all(reason)
+        scene.group.replies.interrupt_all(reason)
 
-    serving = asyncio.create_task(serve_until_drained(server, listener, ingress.drain, interrupt, drain_s))
+    serving = asyncio.create_task(serve_until_drained(server, listener, scene.front.drain, interrupt, drain_s))
     await until(lambda: server.started)
     # A client that gives up would end a request that the server failed to end.
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None) as client:
@@ -348,7 +348,7 @@ async def test_streams_in_flight_complete_and_new_requests_are_rejected(scene: S
     async with served(scene, LONG_S) as one:
         streaming, whole = one.start_request(), one.start_request(stream=False)
         requests = [await scene.next_request() for _ in range(2)]
-        scene.ingress.drain.begin()
+        scene.front.drain.begin()
         for path in ("/ready", "/health", "/v1/models"):
             refused = await one.client.get(path)
             assert (refused.status_code, refused.json()["error"]) == (503, SHUTTING_DOWN)
@@ -373,7 +373,7 @@ async def test_requests_in_flight_at_the_end_of_the_drain_fail_and_are_cancelled
         requests = [await scene.next_request() for _ in range(3)]
         first = next(request for request in requests if request.sampling.max_tokens == 9)
         scene.emit_text(first.request_id, " good")
-        scene.ingress.drain.begin()
+        scene.front.drain.begin()
         responses = [await streaming, await whole, await embedding]
         await one.serving
     cut = [response for response in responses if response.status_code == 200]
@@ -396,8 +396,8 @@ async def test_an_interrupted_stream_ends_with_an_error_event(scene: Scene) -> N
             request_id = await beginning
             lines = response.aiter_lines()
             assert json.loads((await anext(lines)).removeprefix("data: "))["choices"][0]["text"] == " good"
-            scene.ingress.drain.begin()
-            scene.ingress.drain.hurry()
+            scene.front.drain.begin()
+            scene.front.drain.hurry()
             rest = [line.removeprefix("data: ") async for line in lines if line]
         assert [json.loads(line) for line in rest] == [{"error": SHUTTING_DOWN}]
         await one.serving
@@ -408,7 +408,7 @@ async def test_a_second_signal_ends_streams_at_once_with_an_error(scene: Scene) 
     async with served(scene, LONG_S) as one:
         streaming = one.start_request()
         await scene.next_request()
-        scene.ingress.drain.begin()
+        scene.front.drain.begin()
         one.serving.cancel()
         assert (await streaming).json()["error"] == SHUTTING_DOWN
         with pytest.raises(asyncio.CancelledError):
@@ -423,8 +423,8 @@ async def test_a_stalled_client_does_not_delay_the_shutdown(
     async with served(scene, 0.0) as one:
         streaming = one.start_request()
         request = await scene.next_request()
-        monkeypatch.setattr(scene.ingress.replies, "interrupt_all", lambda _: None)
-        scene.ingress.drain.begin()
+        monkeypatch.setattr(scene.group.replies, "interrupt_all", lambda _: None)
+        scene.front.drain.begin()
         await one.serving
         with contextlib.suppress(httpx.TransportError):
             await streaming
@@ -435,7 +435,7 @@ async def test_a_stalled_client_does_not_delay_the_shutdown(
 async def test_an_idle_ingress_ends_at_once(scene: Scene) -> None:
     async with served(scene, LONG_S) as one:
         assert (await one.client.get("/ready")).status_code == 200  # and keeps its connection
-        scene.ingress.drain.begin()
+        scene.front.drain.begin()
         await one.serving
 
 
@@ -449,8 +449,8 @@ async def test_a_request_that_is_still_arriving_at_the_end_of_the_drain_gets_503
         reader, writer = await asyncio.open_connection(one.client.base_url.host, one.client.base_url.port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
         writer.write(b"content-type: application/json\r\ncontent-length: 9\r\n\r\n{")
-        await until(lambda: scene.ingress.drain.in_flight == 1)
-        scene.ingress.drain.begin()
+        await until(lambda: scene.front.drain.in_flight == 1)
+        scene.front.drain.begin()
         await one.serving
         head, body = (await reader.read()).split(b"\r\n\r\n")
         writer.close()

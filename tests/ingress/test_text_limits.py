@@ -120,10 +120,8 @@ async def test_a_long_prompt_that_fits_has_the_tokens_of_the_whole_text() -> Non
 async def test_a_full_tokenizer_queue_is_503_but_short_prompts_are_served(scene: Scene) -> None:
     free = threading.Event()
     try:
-        held = [
-            asyncio.create_task(scene.ingress.tokenizer_pool.run(free.wait, QUEUE_CHARS_MAX // 2)) for _ in range(2)
-        ]
-        await until(lambda: scene.ingress.tokenizer_pool.chars_queued == QUEUE_CHARS_MAX)
+        held = [asyncio.create_task(scene.front.tokenizer_pool.run(free.wait, QUEUE_CHARS_MAX // 2)) for _ in range(2)]
+        await until(lambda: scene.front.tokenizer_pool.chars_queued == QUEUE_CHARS_MAX)
         for path, body in bodies(words(INLINE_CHARS_MAX * 2)):
             response = await scene.client.post(path, json={"model": NAME, **body})
             assert error(response) == (503, "overloaded"), path
@@ -134,7 +132,7 @@ async def test_a_full_tokenizer_queue_is_503_but_short_prompts_are_served(scene:
     finally:
         free.set()
     await asyncio.gather(*held)
-    await until(lambda: scene.ingress.tokenizer_pool.chars_queued == 0)
+    await until(lambda: scene.front.tokenizer_pool.chars_queued == 0)
     pending = scene.start(TEXT, {"model": NAME, "prompt": words(INLINE_CHARS_MAX * 2)})
     scene.end((await scene.next_request()).request_id)
     assert (await pending).status_code == 200
@@ -183,7 +181,7 @@ def test_separators_within_strings_do_not_count() -> None:
 
 async def test_the_memory_of_all_bodies_is_bounded(scene: Scene) -> None:
     """A second large body is rejected while the first is read. Small bodies are accepted."""
-    scene.ingress.front.bodies = BodyMemory(BodyLimits(text_bytes_max=BODY_MAX), BODY_MAX)
+    scene.front.bodies = BodyMemory(BodyLimits(text_bytes_max=BODY_MAX), BODY_MAX)
     large = {"model": NAME, "prompt": "x", "metadata": {"a": "x" * (BODY_MAX // 2)}}
     more = asyncio.Event()
 
@@ -194,7 +192,7 @@ async def test_the_memory_of_all_bodies_is_bounded(scene: Scene) -> None:
         yield raw[-1:]
 
     first = asyncio.create_task(scene.client.post(TEXT, content=slowly()))
-    await until(lambda: scene.ingress.front.bodies.held)
+    await until(lambda: scene.front.bodies.held)
     response = await scene.client.post(TEXT, json=large)
     assert error(response) == (503, "overloaded")
     assert response.headers["retry-after"]
@@ -204,7 +202,7 @@ async def test_the_memory_of_all_bodies_is_bounded(scene: Scene) -> None:
     more.set()
     scene.end((await scene.next_request()).request_id)
     assert (await first).status_code == 200
-    assert scene.ingress.front.bodies.held == 0
+    assert scene.front.bodies.held == 0
 
 
 def image_body(image_bytes: int, text_bytes: int) -> dict[str, Any]:

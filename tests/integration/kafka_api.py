@@ -21,17 +21,17 @@ from forebay.events.request_ids import aliases_of
 from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.events.tokens import ResponseEnded, TokenChunk, TokenEvent, TokensEmitted, Usage
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES, REQUESTS, TOKENS
-from forebay.ingress.ingress import Ingress
+from forebay.ingress.front import Front
 from forebay.ingress.kafka_api.api import KafkaApi
 from forebay.ingress.kafka_api.shared import KafkaApiMetrics
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
-from forebay.ingress.served import OneModel
 from forebay.ingress.settings import IngressSettings
 from forebay.transport.base import Draft
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, create_topics
+from tests.harness.only_model import Placed, only_model
 
 NAME = "test-model"
 KAFKA_API_PARTITIONS = 2
@@ -212,11 +212,11 @@ async def kafka_api_server(
             model_name=model_name, block_size=4, ingress_id=name, timeout_s=timeout_s, body_bytes_max=100_000
         )
         reply_from = await log.end(TOKENS.name, 0)
-        metrics = IngressMetrics(registry, model_name)
-        ingress = Ingress(log, model, ingress_settings, metrics, lambda: True, reply_from)
+        front = Front(log, ingress_settings, IngressMetrics(registry, model_name), reply_from, model)
+        models = only_model(front, model, Placed(front, 0))
         tasks = [
-            asyncio.create_task(ingress.run()),
-            asyncio.create_task(KafkaApi(log, OneModel(ingress), KafkaApiMetrics(registry), REPLY_SLOTS).run()),
+            asyncio.create_task(front.run()),
+            asyncio.create_task(KafkaApi(log, models, KafkaApiMetrics(registry), REPLY_SLOTS).run()),
         ]
         try:
             yield registry

@@ -65,7 +65,7 @@ class IngressAdmission:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._busy_since_s = 0.0  # time from which on requests have been waiting without a break
         self._begun = 0  # requests started since that time
-        self.full = FullPool(lambda: self.in_flight, now_s)  # of the only model; a catalog has one per model
+        self.full = FullPool(lambda: self.in_flight, now_s)  # of the only model; several models have their own
         self._window = (now_s(), 0)  # beginning of the window, and requests that ended in it
         self._ended_per_s = 0.0
 

@@ -5,6 +5,7 @@ from forebay.ingress.body_limits import VALUES_MAX, BodyLimits, BodyMemory
 from forebay.ingress.drain import IngressDrain
 from forebay.ingress.media.fetch import MediaFetcher
 from forebay.ingress.metrics import IngressMetrics
+from forebay.ingress.model import Model
 from forebay.ingress.openai.fields import BodyT, parse
 from forebay.ingress.settings import IngressSettings
 from forebay.ingress.streams import ReplySlot
@@ -15,7 +16,12 @@ CONTEXT_TOKENS_MAX = 2_000_000  # of models that are not known yet, for the numb
 
 
 class Front:
-    """Reply slot, limits, admission and drain of an ingress process. `reply_from` is the first offset to read."""
+    """Reply slot, limits, admission and drain of an ingress process.
+
+    Args:
+        reply_from: first offset of the reply slot to read.
+        model: the only model of the process, None if requests name one of several.
+    """
 
     def __init__(
         self,
@@ -23,9 +29,7 @@ class Front:
         settings: IngressSettings,
         metrics: IngressMetrics,
         reply_from: int,
-        *,
-        takes_media: bool = True,
-        context_tokens: int = CONTEXT_TOKENS_MAX,
+        model: Model | None = None,
     ) -> None:
         self.log = log
         self.settings = settings
@@ -36,8 +40,8 @@ class Front:
         limits = BodyLimits(
             text_bytes_max=settings.body_bytes_max,
             media_bytes_max=settings.media_body_bytes_max,
-            takes_media=takes_media,
-            values_max=VALUES_MAX + context_tokens,
+            takes_media=model is None or bool(model.media.ids),
+            values_max=VALUES_MAX + (CONTEXT_TOKENS_MAX if model is None else model.context_tokens),
         )
         self.bodies = BodyMemory(limits)
         self.tokenizer_pool = TokenizerPool()

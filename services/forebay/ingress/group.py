@@ -1,135 +1,146 @@
-"""Client of the group of one model: its readiness, pools, commands, adapters and responses. It needs no tokenizer."""
+"""Client of the group of one model: sends requests, commands and settings to the owner. It needs no tokenizer."""
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Collection
+from functools import partial
 
+from forebay import runtime
+from forebay.events.base import Event
+from forebay.events.codec import encode
+from forebay.events.requests import RequestCancelled
+from forebay.events.tokens import RouteResponse
+from forebay.events.topics import REQUESTS
 from forebay.ingress.adapters import Adapters
+from forebay.ingress.admission import POOL_FULL, FullPool
 from forebay.ingress.commands import CommandClient
 from forebay.ingress.errors import ApiError, no_router
 from forebay.ingress.front import Front
-from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.pool_settings import PoolConfigurator
+from forebay.ingress.prepare import PreparedRequest
 from forebay.ingress.settings import IngressSettings
+from forebay.ingress.streams import Stream
+from forebay.transport.base import Draft, LogError, LogFull
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import OwnerPresence
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 1.0  # seconds between two checks whether prompts must be computed by prefill workers
 NO_OWNER = "no router owns this model now: a failover is in progress, or Kafka does not respond; try again soon"
 NO_WORKER = "no worker is ready"
 NO_PREFILL_WORKER = "no prefill worker is ready, and decode workers must not compute prompts"
+ACKNOWLEDGED_S = 5.0  # a healthy broker takes milliseconds; after this time the client should retry
+# A request that is not acknowledged after CHECKED_S fails if the owner's last heartbeat is older than SILENT_S. The
+# broker has then accepted nothing from two processes, so it is probably unreachable. An owner writes four heartbeats
+# per second.
+CHECKED_S = 0.9
+SILENT_S = 0.75
+QUERY_S = 10.0  # for a route query: longer than a failover
+QUEUE_CODES = frozenset({POOL_FULL, "queue_full", "queue_timeout"})
 
 
 class Readiness:
     """Whether an ingress can serve: its group has a partition, an owner and a ready worker that generates responses.
 
     The owner's heartbeats contain the number of ready workers per role. If prompts must be computed by prefill workers
-    (`enforced`), a prefill worker must be ready, too.
+    (`is_enforced`), a prefill worker must be ready, too. `details` are more fields of the response to `GET /ready`.
     """
 
-    def __init__(self, heartbeats: OwnerPresence, directory: Directory) -> None:
-        self._heartbeats = heartbeats
+    def __init__(self, presence: OwnerPresence, directory: Directory) -> None:
+        self.presence = presence
+        self.is_enforced = False
+        self.details: dict[str, str] = {}
         self._directory = directory
-        self._is_enforced = False
-        self.enforced: Callable[[], Awaitable[bool]] | None = None
 
     def __call__(self) -> bool:
-        return self._problem() is None
-
-    def why_not(self) -> str:
-        return self._problem() or NO_WORKER
+        return self.problem() is None
 
     def partition(self) -> int | None:
         """Return the control partition of the group; None until a router has assigned one."""
-        return self._directory.partition_of(self._heartbeats.group)
+        return self._directory.partition_of(self.presence.group)
 
     async def run(self) -> None:
-        """Follow the owner's heartbeats until cancelled. Raises LogError if the log fails."""
-        partition = await self._directory.placed(self._heartbeats.group)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._heartbeats.follow(partition))
-            tasks.create_task(self._look())
+        """Follow the owner of the group until cancelled. Raises LogError if the log fails."""
+        await self.presence.follow(await self._directory.placed(self.presence.group))
 
-    async def _look(self) -> None:
-        while True:
-            if self.enforced is not None:
-                with contextlib.suppress(ApiError):  # if the settings cannot be read, keep the previous ones
-                    self._is_enforced = await self.enforced()
-            await asyncio.sleep(POLL_S)
-
-    def _problem(self) -> str | None:
-        owner = self._heartbeats.owner
+    def problem(self) -> str | None:
+        """Return why no request can be served now, None if requests can be served."""
+        owner = self.presence.owner
         if self.partition() is None:
             return NO_WORKER
-        if owner is None or not self._heartbeats.has_owner:
+        if owner is None or not self.presence.has_owner:
             return NO_OWNER
         if owner.ready_aggregated:
             return None
         if not owner.ready_decode:
             return NO_WORKER
-        return NO_PREFILL_WORKER if self._is_enforced and not owner.ready_prefill else None
+        return NO_PREFILL_WORKER if self.is_enforced and not owner.ready_prefill else None
 
 
 class GroupClient:
-    """Sends commands and settings of one model to its owner, and knows whether the model can be served.
-
-    In the embedded system the owner is a task of this process, so it is never silent and has no heartbeats.
+    """Sends requests, commands and settings of one model to its owner, and knows whether the model can be served.
 
     Attributes:
-        ready_details: additional fields of the response to `GET /ready`.
         full: whether the queue of the model's pool is assumed to be full.
     """
 
-    def __init__(
-        self,
-        front: Front,
-        settings: IngressSettings,
-        metrics: IngressMetrics,
-        ready: Callable[[], bool],
-        find_partition: Callable[[], int | None],
-    ) -> None:
+    def __init__(self, front: Front, settings: IngressSettings, ready: Readiness, full: FullPool | None = None) -> None:
+        log, name = front.log, settings.model_name
         self.front = front
         self.settings = settings
-        self.metrics = metrics
+        self.metrics = front.metrics.of_model(name)
         self.ready = ready
-        self.not_ready_reason: Callable[[], str] = lambda: NO_WORKER
-        self.ready_details: dict[str, str] = {}
-        self.has_owner: Callable[[], bool] = lambda: True
-        self.owner_silent_s: Callable[[], float] = lambda: 0.0
-        self.find_partition = find_partition
-        self.full = front.admission.full
-        self.heartbeats: OwnerPresence | None = None
-        log, name = front.log, settings.model_name
         self.replies = front.slot.reader(name)
-        self.pools = PoolConfigurator(log, find_partition, metrics.undecodable.inc)
+        self.full = FullPool(lambda: len(self.replies)) if full is None else full
+        self.pools = PoolConfigurator(log, ready.partition, self.metrics.undecodable.inc)
+        self.pools.allowed_policies = self._allowed_policies
         self.commands = CommandClient(log, self.replies, name, settings.reply_slot, self.require_owner)
-        self.adapters = Adapters(log, self.commands, name, settings.loras, find_partition)
+        self.adapters = Adapters(log, self.commands, name, settings.loras, ready.partition)
 
-    def follow(self, heartbeats: OwnerPresence, ready: Readiness) -> None:
-        """Decide by the heartbeats of the group's owner whether the model has an owner and can be served."""
-        self.heartbeats = heartbeats
-        ready.enforced = self.has_enforced_prefill
-        self.not_ready_reason = ready.why_not
-        self.has_owner = lambda: heartbeats.has_owner
-        self.owner_silent_s = lambda: heartbeats.owner_age_s or 0.0
-        self.pools.allowed_policies = lambda: None if heartbeats.owner is None else heartbeats.owner.policies
+    async def run(self) -> None:
+        """Follow the owner and the settings of the group until cancelled. Raises LogError if the log fails."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._follow_settings())
+                await self.ready.run()
+        finally:
+            self.adapters.close()
 
-    def close(self) -> None:
-        self.adapters.close()
+    async def _follow_settings(self) -> None:
+        while True:
+            with contextlib.suppress(ApiError):  # if the settings cannot be read, keep the previous ones
+                self.ready.is_enforced = await self.has_enforced_prefill()
+            await asyncio.sleep(POLL_S)
 
     def require_partition(self) -> int:
         """Return the partition of the model's control topics. Raises ApiError (503) while it has no router."""
-        partition = self.find_partition()
+        partition = self.ready.partition()
         if partition is None:
             raise no_router(self.settings.model_name)
         return partition
 
+    def has_owner(self) -> bool:
+        return self.ready.partition() is not None and self.ready.presence.has_owner
+
     def require_owner(self) -> int:
         """Return the partition of the model's control topics. Raises ApiError (503) while the model has no owner."""
         partition = self.require_partition()
-        if not self.has_owner():
+        if not self.ready.presence.has_owner:
             raise ApiError(503, "no_owner", NO_OWNER)
         return partition
+
+    def require_capacity(self, endpoint: str) -> None:
+        """Raise ApiError (429), and count it for this endpoint, if the pool of the model is assumed to be full.
+
+        Of the only model, the admission has checked that before it read the body. Requests of the Kafka API wait in the
+        router's queue instead.
+        """
+        admission = self.front.admission
+        if self.full is not admission.full and self.full:
+            self.metrics.rejected(endpoint)
+            raise self.full.error(admission.retry_after_s)
 
     async def has_enforced_prefill(self) -> bool:
         """Return whether requests are rejected while no prefill worker is ready. Raises ApiError (503)."""
@@ -140,3 +151,93 @@ class GroupClient:
             for pool in pools
             for disagg in [pool.router.disagg]
         )
+
+    async def submit(self, request_id: str, prepared: PreparedRequest) -> Stream:
+        """Append a request with a unique id to the log, and return the stream of its response.
+
+        Raises ApiError: 413 if the request is too large for a record, 503 if there is no router or the log fails.
+        """
+        partition = self.require_partition()
+        event = prepared.submission(
+            request_id,
+            reply_slot=self.settings.reply_slot,
+            reply_from=self.replies.position,
+            nonce=runtime.random_int(8),
+            at_us=runtime.wall_us(),
+            ingress_id=self.settings.ingress_id,
+            incarnation=self.settings.incarnation,
+        )
+        stream = self.replies.open(request_id, event.reply_key)
+        try:
+            await self._append(partition, request_id, event)
+        except BaseException as error:
+            self.replies.close(request_id)
+            if isinstance(error, asyncio.CancelledError):  # the append continues, but nobody reads its response
+                self.cancel(request_id, "the server is stopping")
+            raise
+        return stream
+
+    async def query(self, request_id: str, prepared: PreparedRequest) -> RouteResponse:
+        """Return which worker the owner would select for a request with a unique id.
+
+        Raises ApiError if the owner rejects the request or does not respond in time, or the log fails.
+        """
+        partition = self.require_partition()
+        slot, nonce = self.settings.reply_slot, runtime.random_int(8)
+        event = prepared.query(request_id, reply_slot=slot, nonce=nonce, at_us=runtime.wall_us())
+        wait_s = min(QUERY_S, self.settings.timeout_s)
+        send = partial(self._append, partition, request_id, event)
+        return await self.replies.call(RouteResponse, request_id, event.reply_key, send, wait_s)
+
+    def observe(self, error: ApiError) -> ApiError:
+        """Return an error of the owner, with the estimated time for a retry if it concerns the router's queue.
+
+        If the queue of the pool is full, new requests for the model are rejected for a short time.
+        """
+        if error.code == POOL_FULL:
+            self.full.mark()
+        if error.code in QUEUE_CODES:
+            error.retry_after_s = self.front.admission.retry_after_s
+        return error
+
+    def cancel(self, request_id: str, reason: str) -> None:
+        """Append the cancellation of a request to the log. If the log fails, only log a warning."""
+        event = RequestCancelled(request_id=request_id, reason=reason, at_us=runtime.wall_us())
+        try:
+            self.front.log.append_soon([_draft(self.require_partition(), request_id, event)])
+        except LogError as error:
+            logger.warning("cannot cancel request %s: %s", request_id, error)
+
+    def _allowed_policies(self) -> Collection[str] | None:
+        owner = self.ready.presence.owner
+        return None if owner is None else owner.policies
+
+    async def _append(self, partition: int, request_id: str, event: Event) -> None:
+        try:
+            async with asyncio.timeout(None) as limit:
+                check = asyncio.get_running_loop().call_later(CHECKED_S, self._check_owner, limit)
+                try:
+                    await self.front.log.append([_draft(partition, request_id, event)])
+                finally:
+                    check.cancel()
+        except TimeoutError as error:
+            self.cancel(request_id, "log_unavailable")  # the log may still append the request after the client has gone
+            text = "Kafka did not acknowledge the request in time; try again soon"
+            raise ApiError(503, "log_unavailable", text) from error
+        except LogFull as error:
+            raise ApiError(503, "log_unavailable", f"{error}; try again soon") from error
+        except LogError as error:
+            # A failed log does not recover, so all other requests would only reach their deadline.
+            self.front.slot.interrupt_all(str(error))
+            raise ApiError(503, "log_unavailable", str(error)) from error
+        except ValueError as error:
+            raise ApiError(413, "request_too_large", str(error)) from error
+
+    def _check_owner(self, limit: asyncio.Timeout) -> None:
+        """End the wait for an acknowledgement now if the owner is silent, too, otherwise after `ACKNOWLEDGED_S`."""
+        left_s = 0.0 if (self.ready.presence.owner_age_s or 0.0) > SILENT_S else ACKNOWLEDGED_S - CHECKED_S
+        limit.reschedule(asyncio.get_running_loop().time() + left_s)
+
+
+def _draft(partition: int, request_id: str, event: Event) -> Draft:
+    return Draft(REQUESTS.name, partition, encode(REQUESTS, event), request_id.encode())

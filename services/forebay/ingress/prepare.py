@@ -1,7 +1,7 @@
 """Prepare a request: turn a validated body into an immutable request for the log. Performs no I/O.
 
-Theory of operation. `Ingress.prepare` calls the methods of `Preparer` in the order of this module. Between them it does
-the work that needs I/O or threads: it resolves the adapter, tokenizes in a pool, fetches media, reads the block size.
+Theory of operation. `LoadedModel.prepare` calls the methods of `Preparer` in the order of this module. Between them it
+does the work that needs I/O or threads: it tokenizes in a pool, fetches media, and reads the block size.
 
     routing -> media_refs -> render -> tokenize -> complete -> choices -> submission or query
 

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,19 +18,18 @@ from prometheus_client.registry import Collector
 from forebay.events.control import DisaggConfig
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import FLEET, TOKENS
-from forebay.ingress.catalog import Catalog
 from forebay.ingress.child_process import ChildProcess
 from forebay.ingress.drain import IngressDrain
 from forebay.ingress.errors import ApiError
 from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.front import Front
-from forebay.ingress.group import NO_WORKER
+from forebay.ingress.group import Readiness
 from forebay.ingress.http.app import build_app
-from forebay.ingress.ingress import Ingress
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
-from forebay.ingress.served import OneModel, ServedModels
+from forebay.ingress.served_models import ServedModels
+from forebay.ingress.settings import IngressSettings
 from forebay.live.heartbeats import owner_heartbeat
 from forebay.live.owner.owner import Owner
 from forebay.live.owner.retention import Retention, RetentionMetrics
@@ -246,10 +245,10 @@ async def _running(
         explainer = Explainer(source)
         stack.push_async_callback(explainer.close)
         await tasks.until(lambda: all(group.is_admitted() for group in groups))
-        parts = settings, log, registry, tasks
         by_name = {group.name: group for group in groups}
-        async with serving_all(*parts, groups) if only is None else serving_one(*parts, groups[0], only) as models:
-            app = build_app(models, registry, explainer, hosts, groups[0].status, lambda name: by_name[name].status())
+        ingress = settings.ingress if only is None else replace(settings.ingress, block_size=groups[0].block_size)
+        async with serving_models(ingress, log, registry, tasks, by_name, only) as models:
+            app = build_app(models, registry, explainer, hosts, lambda name: by_name[name].status())
             yield _System(models.front, app, {group.name: group.disagg() for group in groups})
 
 
@@ -317,55 +316,53 @@ class OwnerInProcess:
         await asyncio.Event().wait()
 
 
-@asynccontextmanager
-async def serving_one(
-    settings: EmbeddedSettings,
-    log: SqliteLog,
-    registry: CollectorRegistry,
-    tasks: Tasks,
-    group: EmbeddedGroup,
-    model: Model,
-) -> AsyncIterator[ServedModels]:
-    """Yield the only model. Its tokenizer comes from the model directory."""
-    configured = replace(settings.ingress, block_size=group.block_size)
-    metrics = IngressMetrics(registry, group.name)
-    reply_from = await log.end(TOKENS.name, configured.reply_slot)
-    ready, partition = (lambda: group.why_not_ready() is None), group.partition
-    ingress = Ingress(log, model, configured, metrics, ready, reply_from, lambda: partition)
-    ingress.pools.allowed_policies = lambda: group.owner.world.owner_policies
-    ingress.not_ready_reason = lambda: group.why_not_ready() or NO_WORKER
-    layouts = (worker.spec.kv_layout for worker in group.workers)
-    layout = next((layout for layout in layouts if layout is not None), None)
-    if layout is not None:  # a worker with another layout is not admitted
-        ingress.ready_details["kv_transport"] = layout.connector
-    tasks.run(ingress.run(), "ingress")
-    yield OneModel(ingress)
+class EmbeddedReadiness(Readiness):
+    """Readiness of a group of this process, from the state of its owner, which is newer than any heartbeat."""
+
+    def __init__(self, group: EmbeddedGroup, directory: Directory) -> None:
+        super().__init__(OwnerInProcess(group), directory)
+        self._group = group
+        layouts = (worker.spec.kv_layout for worker in group.workers)
+        layout = next((layout for layout in layouts if layout is not None), None)
+        if layout is not None:  # a worker with another layout is not admitted
+            self.details["kv_transport"] = layout.connector
+
+    def partition(self) -> int | None:
+        return self._group.partition  # the log has no placement while it has only one model
+
+    def problem(self) -> str | None:
+        return self._group.why_not_ready()
 
 
 @asynccontextmanager
-async def serving_all(
-    settings: EmbeddedSettings,
+async def serving_models(
+    settings: IngressSettings,
     log: SqliteLog,
     registry: CollectorRegistry,
     tasks: Tasks,
-    groups: Iterable[EmbeddedGroup],
+    groups: Mapping[str, EmbeddedGroup],
+    only: Model | None,
 ) -> AsyncIterator[ServedModels]:
-    """Yield all models, with tokenizers from the cards on the log. Raises ConfigError if a model cannot be loaded."""
+    """Yield the models: `only` with the tokenizer of its directory, or all with tokenizers from the cards on the log.
+
+    Raises ConfigError if a model cannot be loaded.
+    """
     directory, store = Directory(log), ModelStore(log)
     await directory.start()
-    await store.start()
-    metrics = IngressMetrics(registry, None)
-    front = Front(log, settings.ingress, metrics, await log.end(TOKENS.name, settings.ingress.reply_slot))
-    owners = {group.name: OwnerInProcess(group) for group in groups}
+    if only is None:
+        await store.start()
+    metrics = IngressMetrics(registry, None if only is None else settings.model_name)
+    front = Front(log, settings, metrics, await log.end(TOKENS.name, settings.reply_slot), only)
+    ready = {name: EmbeddedReadiness(group, directory) for name, group in groups.items()}
     with tempfile.TemporaryDirectory(prefix="forebay-models-") as folder:
-        catalog = Catalog(front, directory, store, Path(folder), lambda _: None, owners.get)
+        models = ServedModels(front, directory, store, Path(folder), lambda _: None, ready.get, only)
         tasks.run(front.run(), "ingress")
         tasks.run(directory.run(), "directory")
-        tasks.run(catalog.run(), "models")
-        await tasks.until(lambda: catalog.names == sorted(owners))
-        for name in catalog.names:
+        tasks.run(models.run(), "models")
+        await tasks.until(lambda: models.names == sorted(groups))
+        for name in models.names:
             try:
-                await catalog.load(name)
+                await models.load(name)
             except ApiError as error:
                 raise ConfigError(str(error)) from error
-        yield catalog
+        yield models

@@ -5,17 +5,14 @@ import contextlib
 import socket
 import tempfile
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry
 from xxhash import xxh3_64_intdigest
 
 from forebay.events.topics import TOKENS
-from forebay.ingress.catalog import Catalog
 from forebay.ingress.drain import IngressDrain
 from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
@@ -24,23 +21,19 @@ from forebay.ingress.group import Readiness
 from forebay.ingress.http.app import build_app
 from forebay.ingress.http.endpoint import Endpoint
 from forebay.ingress.http.protocol import ConnectionLimits, connections_allowed
-from forebay.ingress.http.queries import SharedReader, StatusReader
 from forebay.ingress.http.server import build_server, serve_until_drained
-from forebay.ingress.ingress import Ingress
 from forebay.ingress.kafka_api.api import KafkaApi
 from forebay.ingress.kafka_api.shared import KafkaApiMetrics
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
-from forebay.ingress.served import OneModel, ServedModels
+from forebay.ingress.served_models import ServedModels
 from forebay.ingress.settings import IngressSettings
 from forebay.processes.listening import Hosts, listening
 from forebay.processes.metrics_server import process_registry
 from forebay.processes.notices import announce
 from forebay.processes.service import Cluster, connected, leases_at, until_signal
 from forebay.processes.shutdown import STOP_S, stop_notice
-from forebay.replay.status import GroupStatus, with_heartbeats
 from forebay.runtime.errors import ConfigError
-from forebay.transport.base import Log
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import OWNER_SILENT_S, HeartbeatMetrics, RouterHeartbeats
 from forebay.transport.kafka.topics import count_topics
@@ -127,21 +120,23 @@ async def _serve(
     slot = xxh3_64_intdigest(process.ingress.ingress_id.encode()) % counts.replies
     settings = replace(process.ingress, reply_slot=slot, incarnation=uuid.uuid4().hex)
     async with connected(cluster, registry) as log:
-        directory = Directory(log)
+        directory, store = Directory(log), ModelStore(log)
         await directory.start()
+        if model is None:
+            await store.start()
         metrics = IngressMetrics(registry, None if model is None else settings.model_name)
-        reply_from = await log.end(TOKENS.name, slot)
+        front = Front(log, settings, metrics, await log.end(TOKENS.name, slot), model)
         keeper = LeaseKeeper(leases_at(cluster.redis_url, cluster.kafka.namespace, "ingress"))
         leases = _IngressLeases(keeper, settings)
+
+        def ready_of(name: str) -> Readiness:
+            return Readiness(RouterHeartbeats(log, name), directory)
+
         with tempfile.TemporaryDirectory(prefix="forebay-models-") as folder:
-            served = (
-                await _all_models(Front(log, settings, metrics, reply_from), directory, Path(folder), leases, registry)
-                if model is None
-                else _one_model(log, model, settings, metrics, directory, reply_from, registry, explainer)
-            )
-            front = served.models.front
+            models = ServedModels(front, directory, store, Path(folder), leases.hold, ready_of, model)
+            registry.register(HeartbeatMetrics(models.presences))
             limits = ConnectionLimits(front.metrics.reject, connections_allowed())
-            app = build_app(served.models, registry, explainer, hosts, served.read_status)
+            app = build_app(models, registry, explainer, hosts)
             address, port = listener.getsockname()[:2]
             text = f"ingress {settings.ingress_id} serves {settings.model_name} on"
             started = partial(announce, f"{text} {endpoint.scheme}://{address}:{port}/v1")
@@ -151,17 +146,18 @@ async def _serve(
                 announce(stop_notice(f"ingress {settings.ingress_id}", front.drain.in_flight, drain_s))
                 front.drain.begin()
 
-            api = KafkaApi(log, served.models, KafkaApiMetrics(registry), counts.replies)
+            api = KafkaApi(log, models, KafkaApiMetrics(registry), counts.replies)
 
             async def serve_http() -> None:
-                await _until_known(served)
+                await _until_known(models)
                 await serve_until_drained(server, listener, front.drain, front.slot.interrupt_all, drain_s)
 
             keeper.start()
             if model is not None:
                 leases.hold(settings.model_name)
             parts = (
-                *(part() for part in served.parts),
+                front.run(),
+                models.run(),
                 leases.replaced,
                 serve_http(),
                 _until_draining(api.run(), front.drain),
@@ -174,66 +170,17 @@ async def _serve(
                 await explainer.close()
 
 
-class _Served(NamedTuple):
-    """What an ingress process serves.
-
-    Attributes:
-        parts: read their topics and responses until cancelled.
-        is_known: returns whether all models have an owner, and one of them can be served.
-        read_status: returns the status of the only model; None if there can be several.
-    """
-
-    models: ServedModels
-    parts: tuple[Callable[[], Coroutine[None, None, None]], ...]
-    is_known: Callable[[], bool]
-    read_status: StatusReader | None
-
-
-def _one_model(
-    log: Log,
-    model: Model,
-    settings: IngressSettings,
-    metrics: IngressMetrics,
-    directory: Directory,
-    reply_from: int,
-    registry: CollectorRegistry,
-    explainer: Explainer,
-) -> _Served:
-    heartbeats = RouterHeartbeats(log, settings.model_name)
-    registry.register(HeartbeatMetrics(lambda: [heartbeats]))
-    ready = Readiness(heartbeats, directory)
-    ingress = Ingress(log, model, settings, metrics, ready, reply_from, ready.partition)
-    ingress.follow(heartbeats, ready)
-    derived = SharedReader(lambda: explainer.status(settings.model_name, ingress.require_partition()))
-
-    async def read_status() -> GroupStatus:
-        return with_heartbeats(await derived.read(), heartbeats)
-
-    return _Served(OneModel(ingress), (ingress.run, ready.run), ready, read_status)
-
-
-async def _all_models(
-    front: Front, directory: Directory, folder: Path, leases: "_IngressLeases", registry: CollectorRegistry
-) -> _Served:
-    """Return all models of the system, whose cards are on the topic `models`."""
-    store = ModelStore(front.log)
-    await store.start()
-    catalog = Catalog(front, directory, store, folder, leases.hold)
-    registry.register(HeartbeatMetrics(catalog.heartbeats))
-
-    def is_known() -> bool:
-        return catalog.why_not_ready() is None and all(one.owner is not None for one in catalog.heartbeats())
-
-    return _Served(catalog, (front.run, catalog.run), is_known, None)
-
-
-async def _until_known(served: _Served) -> None:
+async def _until_known(models: ServedModels) -> None:
     """Wait until the ingress has read the heartbeats of the owners. Without any, wait for as long as an owner may miss.
 
     Clients that connect meanwhile wait in the backlog of the listening socket. Otherwise the first requests would get
     503, although the system can serve them.
     """
+
+    def is_known() -> bool:
+        return models.why_not_ready() is None and all(one.owner is not None for one in models.presences())
+
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(OWNER_SILENT_S):
-            while not served.is_known():  # noqa: ASYNC110 - heartbeats of several models set no common event
+            while not is_known():  # noqa: ASYNC110 - heartbeats of several models set no common event
                 await asyncio.sleep(KNOWN_POLL_S)

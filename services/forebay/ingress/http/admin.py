@@ -21,9 +21,11 @@ from forebay.ingress.group import GroupClient
 from forebay.ingress.http.body import read_body
 from forebay.ingress.http.control_api import BODY_BYTES_MAX, COMMAND_BODIES, OperatorField, add_commands
 from forebay.ingress.http.openapi import SETTINGS, body_of, errors
+from forebay.ingress.http.queries import group_of
 from forebay.ingress.openai.fields import CheckedBody, parse
 from forebay.ingress.openai.nvext import WEIGHT_MAX
 from forebay.ingress.openai.requests import adapter_of
+from forebay.ingress.served_models import ServedModels
 from forebay.runtime.errors import ConfigError
 from forebay.simulate.pool_routing_file import pool_routing
 
@@ -138,28 +140,30 @@ BODIES = (
 )
 
 
-def add_admin(app: FastAPI, ingress: GroupClient) -> None:
+def add_admin(app: FastAPI, models: ServedModels) -> None:
     async def require_model(request: Request) -> None:
-        for name in request.query_params.getlist("model"):  # an ingress of several models has removed the parameter
-            adapter_of(name, ingress.settings.model_name, ())
+        group = group_of(request, models)
+        for name in request.query_params.getlist("model"):
+            adapter_of(name, group.settings.model_name, ())
 
-    router = APIRouter(dependencies=[Depends(_token_check(ingress.settings.admin_token)), Depends(require_model)])
-    add_commands(router, ingress)
-    _add_rules(router, ingress)
-    _add_settings(router, ingress)
+    token = models.front.settings.admin_token
+    router = APIRouter(dependencies=[Depends(_token_check(token)), Depends(require_model)])
+    add_commands(router, models)
+    _add_rules(router, models)
+    _add_settings(router, models)
     app.routes.extend(router.routes)  # not `include_router`, which hides the methods of each path
 
 
-async def _read(request: Request, kind: type[BodyT], ingress: GroupClient) -> BodyT:
+async def _read(request: Request, kind: type[BodyT], group: GroupClient) -> BodyT:
     body = parse(kind, await read_body(request, BODY_BYTES_MAX))
-    adapter_of(body.model, ingress.settings.model_name, ())
+    adapter_of(body.model, group.settings.model_name, ())
     return body
 
 
-def _add_rules(router: APIRouter, ingress: GroupClient) -> None:
-    async def rules() -> dict[str, Any]:
-        model = ingress.settings.model_name
-        routing, pools = await ingress.pools.rules(model)
+def _add_rules(router: APIRouter, models: ServedModels) -> None:
+    async def rules(group: GroupClient) -> dict[str, Any]:
+        model = group.settings.model_name
+        routing, pools = await group.pools.rules(model)
         listed = [
             {
                 "pool": name,
@@ -174,16 +178,17 @@ def _add_rules(router: APIRouter, ingress: GroupClient) -> None:
         return {"model": model, "retry": routing.retry, "grids": [*map(_plain, routing.grids)], "pools": listed}
 
     @router.get("/v1/pools", responses=errors(401))
-    async def list_rules() -> dict[str, Any]:
+    async def list_rules(request: Request) -> dict[str, Any]:
         """Return the pools of the model, and the rules by which requests are routed to them."""
-        return await rules()
+        return await rules(group_of(request, models))
 
     def add(path: str, kind: type[RuleBody], text: str) -> None:
         @router.post(path, description=text, openapi_extra=body_of(kind), responses=errors(*SETTINGS))
         async def route(request: Request) -> dict[str, Any]:
-            body = await _read(request, kind, ingress)
-            await ingress.pools.set_rule(body.event())
-            return await rules()
+            group = group_of(request, models)
+            body = await _read(request, kind, group)
+            await group.pools.set_rule(body.event())
+            return await rules(group)
 
     add("/v1/pools/routing", PoolRoutingBody, "Replace the grids by which requests are routed to pools.")
     add("/v1/pools/canary", PoolCanaryBody, "Route a share of the requests of one pool to another pool, or end this.")
@@ -191,34 +196,35 @@ def _add_rules(router: APIRouter, ingress: GroupClient) -> None:
     add("/v1/pools/drain", PoolDrainBody, "Route no new requests to a pool, or end this.")
 
 
-def _add_settings(router: APIRouter, ingress: GroupClient) -> None:
-    pools = ingress.pools
-
+def _add_settings(router: APIRouter, models: ServedModels) -> None:
     @router.get("/busy_threshold", responses=errors(401))
-    async def list_thresholds() -> dict[str, Any]:
+    async def list_thresholds(request: Request) -> dict[str, Any]:
         """Return the busy thresholds of each pool."""
-        found = (await pools.configured()).values()
+        found = (await group_of(request, models).pools.configured()).values()
         return {"thresholds": [{"model": one.model, **_plain(one.router.busy), "pool": one.pool} for one in found]}
 
     @router.post("/busy_threshold", openapi_extra=body_of(BusyThresholdBody), responses=errors(*SETTINGS))
     async def set_thresholds(request: Request) -> dict[str, Any]:
         """Change the busy thresholds of a model, or return them if the body sets none."""
-        body = await _read(request, BusyThresholdBody, ingress)
+        group = group_of(request, models)
+        body, pools = await _read(request, BusyThresholdBody, group), group.pools
         if changes := body.changes():
             await pools.set_busy_thresholds(body.model, changes, body.operator)
         return {"model": body.model, **_plain(await pools.busy_thresholds(body.model))}
 
     @router.get("/disaggregation", responses=errors(401))
-    async def list_disaggregation() -> dict[str, Any]:
+    async def list_disaggregation(request: Request) -> dict[str, Any]:
         """Return for each decode pool which prompts prefill workers compute."""
-        found = [one for one in (await pools.configured()).values() if one.role == "decode"]
-        settings = [{"model": one.model, **_plain(one.router.disagg), "pool": one.pool} for one in found]
+        found = (await group_of(request, models).pools.configured()).values()
+        decode = [one for one in found if one.role == "decode"]
+        settings = [{"model": one.model, **_plain(one.router.disagg), "pool": one.pool} for one in decode]
         return {"disaggregation": settings}
 
     @router.post("/disaggregation", openapi_extra=body_of(DisaggregationBody), responses=errors(*SETTINGS))
     async def set_disaggregation(request: Request) -> dict[str, Any]:
         """Set which prompts of a model go to prefill workers. A body without settings only returns them."""
-        body = await _read(request, DisaggregationBody, ingress)
+        group = group_of(request, models)
+        body, pools = await _read(request, DisaggregationBody, group), group.pools
         if changes := body.changes():
             await pools.set_disaggregation(body.model, changes, body.operator)
         pool = await pools.disaggregation(body.model)

@@ -3,7 +3,6 @@
 from functools import partial
 from importlib.metadata import version
 from typing import Any
-from urllib.parse import parse_qsl, urlencode
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -19,7 +18,6 @@ from forebay.ingress.drain import DrainMiddleware
 from forebay.ingress.errors import ApiError
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.front import Front
-from forebay.ingress.group import GroupClient
 from forebay.ingress.http.admin import BODIES as ADMIN_BODIES
 from forebay.ingress.http.admin import add_admin
 from forebay.ingress.http.guards import ApiKeyGuard, Cors, OriginGuard
@@ -27,19 +25,17 @@ from forebay.ingress.http.openapi import RUNS, body_of, describe, errors, stream
 from forebay.ingress.http.pages import add_pages
 from forebay.ingress.http.queries import BODIES as TOKENIZATION_BODIES
 from forebay.ingress.http.queries import (
-    SharedReader,
     StatusOf,
-    StatusReader,
     add_explain,
     add_route_query,
     add_status,
     add_tokenization,
 )
-from forebay.ingress.http.requests import RunRoutes, error_response, respond
+from forebay.ingress.http.requests import RunRoutes, error_response
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.requests import CHAT_PATH, EMBEDDING_PATH, TEXT_PATH, AnyBody, ChatBody, TextBody
-from forebay.ingress.served import OneModel, ServedModels
-from forebay.replay.status import GroupStatus, with_heartbeats
+from forebay.ingress.served_models import ServedModels
+from forebay.replay.status import GroupStatus
 from forebay.transport.base import LogError
 
 
@@ -48,7 +44,6 @@ def build_app(
     registry: CollectorRegistry,
     explainer: Explainer | None = None,
     hosts: frozenset[str] | None = None,
-    read_status: StatusReader | None = None,
     status_of: StatusOf | None = None,
 ) -> FastAPI:
     """Return the HTTP application of an ingress.
@@ -56,73 +51,27 @@ def build_app(
     Args:
         explainer: explains the routing of a request; with None the explain route responds with 501.
         hosts: accepted values of the header `Host`; None accepts every value.
-        read_status: returns the status of the only model; with None the status route responds with 501.
-        status_of: returns the status of one of several models; with None it is derived from the log.
+        status_of: returns the status of a model; with None it is derived from the log.
     """
     app = IngressApp(title="forebay", summary="OpenAI-compatible ingress", docs_url=None, redoc_url=None)
     app.front = _front(app, models, hosts)
     settings = models.front.settings
     _add_errors(app, models.front)
     add_pages(app, settings.model_name)
-    _add_runs(app, models)
+    _describe_runs(app)
     _add_models(app, models)
     _add_health(app, models, registry)
     add_route_query(app, models)
     add_tokenization(app, models)
     explain = explainer or Explainer(None)
-    if isinstance(models, OneModel):
-        _add_group_routes(app, models.ingress, explain, read_status)
-    else:
-        _add_routes_by_model(app, models, explain, status_of)
+    add_explain(app, models, explain)
+    add_status(app, models, explain, status_of)
+    if settings.admin_token:
+        add_admin(app, models)
     admin = ADMIN_BODIES if settings.admin_token else ()
     bodies = (ChatBody, TextBody, EmbeddingBody, *TOKENIZATION_BODIES, *admin)
     describe(app, bodies, (GroupStatus,), has_key=bool(settings.api_keys))
     return app
-
-
-def _add_group_routes(app: FastAPI, group: GroupClient, explainer: Explainer, read_status: StatusReader | None) -> None:
-    add_explain(app, group, explainer)
-    add_status(app, read_status)
-    if group.settings.admin_token:
-        add_admin(app, group)
-
-
-def _add_routes_by_model(app: FastAPI, models: ServedModels, explainer: Explainer, status_of: StatusOf | None) -> None:
-    """Add these routes for several models. The query parameter `model` names one; it is optional if there is one."""
-    front = models.front
-    apps: dict[str, FastAPI] = {}  # by model; the log has few models
-
-    def app_of(group: GroupClient) -> FastAPI:
-        name = group.settings.model_name
-        derived = SharedReader(lambda: explainer.status(name, group.require_partition()))
-
-        async def read_status() -> GroupStatus:
-            if status_of is not None:
-                return await status_of(name)
-            status = await derived.read()
-            return status if group.heartbeats is None else with_heartbeats(status, group.heartbeats)
-
-        made = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-        _add_errors(made, front)
-        _add_group_routes(made, group, explainer, read_status)
-        return made
-
-    class ByModel:
-        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-            group = models.group(dict(query).get("model", ""))
-            served = apps.get(group.settings.model_name)
-            if served is None:
-                served = apps[group.settings.model_name] = app_of(group)
-            rest = urlencode([(name, value) for name, value in query if name != "model"])  # a route may read its query
-            await served({**scope, "query_string": rest.encode()}, receive, send)
-
-    template = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    nobody = GroupClient(front, front.settings, front.metrics, lambda: False, lambda: None)
-    _add_group_routes(template, nobody, explainer, None)
-    for route in template.routes:
-        if isinstance(route, Route):
-            app.router.routes.append(Route(route.path, ByModel(), methods=route.methods, include_in_schema=False))
 
 
 class IngressApp(FastAPI):
@@ -152,13 +101,15 @@ def _front(app: IngressApp, models: ServedModels, hosts: frozenset[str] | None) 
     return Cors(front, settings.cors_origins) if settings.cors_origins else front
 
 
-def _add_runs(app: FastAPI, models: ServedModels) -> None:
+def _describe_runs(app: FastAPI) -> None:
+    """Describe the routes that `RunRoutes` serves in the OpenAPI schema, and reject other methods."""
+
     def add(path: str, kind: type[AnyBody], text: str) -> None:
         responses = {**({} if kind is EmbeddingBody else streamed()), **errors(*RUNS)}
 
         @app.post(path, name=kind.endpoint, description=text, openapi_extra=body_of(kind), responses=responses)
-        async def run(request: Request) -> Response:
-            return await respond(request, models, kind)
+        async def run() -> Response:
+            raise AssertionError("RunRoutes serves these requests")
 
     add(CHAT_PATH, ChatBody, "Create a chat completion.")
     add(TEXT_PATH, TextBody, "Continue a text or a list of token ids.")

@@ -18,10 +18,11 @@ from forebay.events.control import LORA_CHANGES, Action, Command
 from forebay.events.decisions import CommandOutcome
 from forebay.events.names import NAME_CHARS_MAX, NameInvalid, require_adapter, unknown_name
 from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.group import GroupClient
 from forebay.ingress.http.body import client_id, read_body
 from forebay.ingress.http.openapi import COMMANDS, body_of, errors
+from forebay.ingress.http.queries import group_of
 from forebay.ingress.openai.fields import CheckedBody, Neutral, parse
+from forebay.ingress.served_models import ServedModels
 
 
 def _require_printable(name: str) -> str:
@@ -149,18 +150,18 @@ COMMAND_BODIES = (AnyCommandBody, CommandBody, LoraBody, SleepBody)
 BodyT = TypeVar("BodyT", bound=CommandBody)
 
 
-def add_commands(router: APIRouter, ingress: GroupClient) -> None:
+def add_commands(router: APIRouter, models: ServedModels) -> None:
     @router.post("/v1/commands", openapi_extra=body_of(AnyCommandBody), responses=errors(*COMMANDS))
     async def any_command(request: Request) -> Response:
         """Run the command that `action` names."""
         body = await _body(AnyCommandBody, request)
-        return await _run(request, ingress, body, body.named())
+        return await _run(request, models, body, body.named())
 
     @router.get("/v1/loras", responses=errors(*COMMANDS))
     async def list_loras(request: Request) -> Response:
         """Return the LoRA adapters that workers have loaded, by name and by worker."""
         body = await _body(CommandBody, request)
-        return await _run(request, ingress, body, body.command("list_loras"))
+        return await _run(request, models, body, body.command("list_loras"))
 
     @router.delete(
         "/v1/loras/{lora_name:path}", openapi_extra=body_of(CommandBody, required=False), responses=errors(*COMMANDS)
@@ -168,7 +169,7 @@ def add_commands(router: APIRouter, ingress: GroupClient) -> None:
     async def delete_lora(request: Request, lora_name: str) -> Response:
         """Unload a LoRA adapter."""
         body = await _body(LoraBody, request, {"lora_name": lora_name})
-        return await _run(request, ingress, body, body.command("unload_lora"))
+        return await _run(request, models, body, body.command("unload_lora"))
 
     def add(path: str, action: Action, kind: type[CommandBody], text: str) -> None:
         @router.post(
@@ -180,7 +181,7 @@ def add_commands(router: APIRouter, ingress: GroupClient) -> None:
         )
         async def route(request: Request) -> Response:
             body = await _body(kind, request)
-            return await _run(request, ingress, body, body.command(action))
+            return await _run(request, models, body, body.command(action))
 
     add("/v1/loras", "load_lora", LoraBody, "Load an adapter.")
     add("/v1/load_lora_adapter", "load_lora", LoraBody, "Load an adapter.")
@@ -193,13 +194,13 @@ def add_commands(router: APIRouter, ingress: GroupClient) -> None:
     add("/resume", "resume", CommandBody, "Continue after `/pause`.")
 
 
-async def _run(request: Request, ingress: GroupClient, body: CommandBody, command: Command) -> Response:
-    status = "error"
+async def _run(request: Request, models: ServedModels, body: CommandBody, command: Command) -> Response:
+    group, status = group_of(request, models), "error"
     try:
         if command.action == "load_lora":  # only for loading: a loaded adapter can be unloaded whatever its name is
-            _require_adapter(command.lora_name, ingress.settings.model_name)
+            _require_adapter(command.lora_name, group.settings.model_name)
         command_id = client_id(request) or f"command-{runtime.random_id()}"
-        result = await ingress.commands.run(
+        result = await group.commands.run(
             command,
             timeout_s=body.timeout_s,
             command_id=command_id,
@@ -210,7 +211,7 @@ async def _run(request: Request, ingress: GroupClient, body: CommandBody, comman
         error = _error_of(command.action, result.outcomes)
         status = "success" if error is None else "error"
     finally:
-        ingress.metrics.ended("command", stream=False, status=status)
+        group.metrics.ended("command", stream=False, status=status)
     content: dict[str, Any] = {
         "command_id": command_id,
         "action": command.action,
@@ -219,7 +220,7 @@ async def _run(request: Request, ingress: GroupClient, body: CommandBody, comman
     if command.action == "list_loras":
         content["loras"] = _by_name(result.outcomes)
     if error is not None:
-        ingress.metrics.reject(error.code)
+        group.metrics.reject(error.code)
         content |= error.body()
     return Response(
         msgspec.json.encode(content),

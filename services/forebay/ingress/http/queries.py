@@ -12,7 +12,7 @@ from pydantic import model_validator
 
 from forebay import runtime
 from forebay.events.request_ids import client_id_of
-from forebay.ingress.errors import ApiError, invalid
+from forebay.ingress.errors import invalid
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.group import GroupClient
 from forebay.ingress.http.body import BodyReader, request_id_of
@@ -21,8 +21,8 @@ from forebay.ingress.openai.fields import CheckedBody
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.openai.sampling import TokenIds
 from forebay.ingress.render import route_of
-from forebay.ingress.served import ServedModels
-from forebay.replay.status import GroupStatus
+from forebay.ingress.served_models import ServedModels
+from forebay.replay.status import GroupStatus, with_heartbeats
 
 
 class _Kind(msgspec.Struct):
@@ -43,20 +43,25 @@ def add_route_query(app: FastAPI, models: ServedModels) -> None:
             return await respond_to_query(request, models, body)
 
 
-def add_explain(app: FastAPI, ingress: GroupClient, explainer: Explainer) -> None:
+def group_of(request: Request, models: ServedModels) -> GroupClient:
+    """Return the group that the query parameter `model` names; it is optional if there is one. Raises ApiError."""
+    return models.group(request.query_params.get("model", ""))
+
+
+def add_explain(app: FastAPI, models: ServedModels, explainer: Explainer) -> None:
     @app.get("/v1/requests/{request_id:path}/explain", responses=errors(404, 409, 501, 504))
-    async def explain(request_id: str) -> Response:
+    async def explain(request: Request, request_id: str) -> Response:
         """Explain the routing and outcome of a request.
 
         The path names the `id` of its response, or the id that the client chose. If several requests have the same id,
         the explanation is about the last routed one.
         """
-        status = "error"
+        group, status = group_of(request, models), "error"
         try:
-            explanation = await explainer.explain(request_id, ingress.require_partition())
+            explanation = await explainer.explain(request_id, group.require_partition())
             status = "success"
         finally:
-            ingress.metrics.ended("explain", stream=False, status=status)
+            group.metrics.ended("explain", stream=False, status=status)
         return Response(explanation, media_type="application/json")
 
 
@@ -68,14 +73,14 @@ async def respond_to_query(request: Request, models: ServedModels, body: ChatBod
     if isinstance(body, TextBody) and len(body.prompts) > 1:
         raise invalid("a route query has one prompt; send one query per prompt", "prompt", "unsupported_parameter")
     request_id = request_id_of(request, "route-")
-    ingress, model = await models.find(body.model, request_id)
+    model, lora_name = await models.find(body.model, request_id)
     status = "error"
     try:
-        prepared, *_ = await ingress.prepare(body, request.headers.items(), model)
-        result = await ingress.query(request_id, prepared)
+        prepared, *_ = await model.prepare(body, request.headers.items(), lora_name)
+        result = await model.group.query(request_id, prepared)
         status = "success"
     finally:
-        ingress.metrics.ended("route", stream=False, status=status)
+        model.group.metrics.ended("route", stream=False, status=status)
     content = msgspec.json.encode(route_of(result, body.model, prepared.prompt_tokens))
     return Response(content, headers={"x-request-id": client_id_of(request_id)}, media_type="application/json")
 
@@ -122,15 +127,23 @@ class SharedReader:
         return status
 
 
-def add_status(app: FastAPI, read: StatusReader | None) -> None:
-    """Add `GET /v1/status`. If `read` is None, the route responds with 501."""
+def add_status(app: FastAPI, models: ServedModels, explainer: Explainer, status_of: StatusOf | None) -> None:
+    """Add `GET /v1/status`. If `status_of` is None, the status is derived from the log."""
+    readers: dict[str, SharedReader] = {}  # by model; the log has few models
+
+    async def derived(group: GroupClient) -> GroupStatus:
+        name = group.settings.model_name
+        reader = readers.get(name)
+        if reader is None:
+            reader = readers[name] = SharedReader(lambda: explainer.status(name, group.require_partition()))
+        return with_heartbeats(await reader.read(), group.ready.presence)
 
     @app.get("/v1/status", responses={**json_of(GroupStatus), **errors(409, 501, 504)})
-    async def status() -> Response:
+    async def status(request: Request) -> Response:
         """Return the status of the model: owner, workers, requests and topics."""
-        if read is None:
-            raise ApiError(501, "not_recorded", "this server has no log from which it could derive a status")
-        return Response(msgspec.json.encode(await read()), media_type="application/json")
+        group = group_of(request, models)
+        found = await (derived(group) if status_of is None else status_of(group.settings.model_name))
+        return Response(msgspec.json.encode(found), media_type="application/json")
 
 
 CHARS_PER_TOKEN = 4  # decoding a token takes about as long as encoding this much text
@@ -190,9 +203,9 @@ def add_tokenization(app: FastAPI, models: ServedModels) -> None:
                 body = front.parse(TokenizeChatBody, raw)
             else:
                 body = front.parse(TokenizeTextBody, raw)
-            ingress, name = await models.only(body.model)
-            model = ingress.model
-            token_ids = await ingress.tokenize(body, name)
+            loaded, _ = await models.only(body.model)
+            model = loaded.model
+            token_ids = await loaded.tokenize(body)
         names = [model.tokenizer.id_to_token(one) for one in token_ids] if body.return_token_strs else None
         return {
             "count": len(token_ids),
@@ -208,11 +221,10 @@ def add_tokenization(app: FastAPI, models: ServedModels) -> None:
             raw = await reader.read(request)
             await front.admission.turn()
             body = front.parse(DetokenizeBody, raw)
-            ingress, name = await models.only(body.model or "")
-            await ingress.resolve_adapter(name)
-            model = ingress.model
+            loaded, _ = await models.only(body.model or "")
+            model = loaded.model
             if body.tokens and (highest := max(body.tokens)) >= model.vocabulary_size:
                 text = f"token id {highest} is not in the vocabulary; ids must be below {model.vocabulary_size}"
                 raise invalid(text, "tokens")
             decode = partial(model.tokenizer.decode, body.tokens, skip_special_tokens=False)
-            return {"prompt": await ingress.tokenizer_pool.run(decode, CHARS_PER_TOKEN * len(body.tokens))}
+            return {"prompt": await front.tokenizer_pool.run(decode, CHARS_PER_TOKEN * len(body.tokens))}

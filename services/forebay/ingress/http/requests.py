@@ -1,7 +1,7 @@
 """Serve the requests that workers run: chat and text completions, and embeddings.
 
 `RunRoutes` calls these steps, as the Kafka API does in `kafka_api.partition`:
-    read -> parse -> find the model -> `Ingress.prepare` -> `Ingress.fold` -> `Ingress.submit` -> `ResponseFold.step`
+    read -> parse -> find the model -> `LoadedModel.prepare` -> `fold` -> `GroupClient.submit` -> `ResponseFold.step`
 
 Theory of operation. The layers of FastAPI and Starlette around a route took a tenth of the CPU time of an ingress, and
 these routes need neither dependencies nor parameters of the path. So they bypass the layers. They are still registered
@@ -21,7 +21,7 @@ from forebay.ingress.http.queries import respond_to_query
 from forebay.ingress.http.response import OneResponse, PartsResponse
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.requests import KINDS, AnyBody
-from forebay.ingress.served import ServedModels
+from forebay.ingress.served_models import ServedModels
 from forebay.transport.base import LogError
 
 
@@ -57,14 +57,15 @@ async def respond(request: Request, models: ServedModels, kind: type[AnyBody]) -
             return await respond_to_query(request, models, body)
         request_id = request_id_of(request, body.id_prefix)
         add_fields(request.scope, request_id=request_id)
-        ingress, model = await models.find(body.model, request_id)
-        models.require_capacity(ingress, body.endpoint)
-        prepared = await ingress.prepare(body, request.headers.items(), model)
+        model, lora_name = await models.find(body.model, request_id)
+        group = model.group
+        group.require_capacity(body.endpoint)
+        prepared = await model.prepare(body, request.headers.items(), lora_name)
         add_fields(request.scope, model=body.model)
-    fold = ingress.fold(request_id, body, prepared, created_s=int(runtime.wall_s()))
+    fold = model.fold(request_id, body, prepared, created_s=int(runtime.wall_s()))
     if fold.ids != [request_id]:
-        return PartsResponse(ingress, fold, prepared, began_s)
-    return OneResponse(ingress, fold, await ingress.submit(request_id, prepared[0]), began_s)
+        return PartsResponse(group, fold, prepared, began_s)
+    return OneResponse(group, fold, await group.submit(request_id, prepared[0]), began_s)
 
 
 def error_response(front: Front, error: Exception) -> Response:

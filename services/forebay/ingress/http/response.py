@@ -11,8 +11,9 @@ from starlette.types import Receive, Scope, Send
 
 from forebay import runtime
 from forebay.ingress.access_log import add_fields
+from forebay.ingress.commands import GRACE_S
 from forebay.ingress.errors import ApiError, deadline_exceeded
-from forebay.ingress.ingress import GRACE_S, Ingress
+from forebay.ingress.group import GroupClient
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.prepare import PreparedRequest
 from forebay.ingress.response_fold import ResponseFold, was_rejected
@@ -32,11 +33,11 @@ class OneResponse(Response):
     It is not a StreamingResponse of Starlette, because that class creates a task group for each response.
     """
 
-    def __init__(self, ingress: Ingress, fold: ResponseFold, stream: Stream, began_s: float) -> None:
+    def __init__(self, group: GroupClient, fold: ResponseFold, stream: Stream, began_s: float) -> None:
         self.status_code = 200
         self.background = None
-        self._ingress = ingress
-        self._metrics = ingress.metrics
+        self._group = group
+        self._metrics = group.metrics
         self._fold = fold
         self._stream = stream
         self._began_s = began_s
@@ -72,13 +73,13 @@ class OneResponse(Response):
 
     def _close(self) -> None:
         stream, fold = self._stream, self._fold
-        self._ingress.replies.close(fold.request_id)
+        self._group.replies.close(fold.request_id)
         if stream.ended is None:
-            self._ingress.cancel(fold.request_id, fold.cancel_reason or stream.interrupt_reason or DISCONNECTED)
+            self._group.cancel(fold.request_id, fold.cancel_reason or stream.interrupt_reason or DISCONNECTED)
 
     async def _send(self, send: Send) -> str:
         """Send the response or an error; return the status for metrics. Raises TimeoutError if the client stalls."""
-        wait_s = self._ingress.settings.timeout_s + GRACE_S
+        wait_s = self._group.settings.timeout_s + GRACE_S
         async with asyncio.timeout(None) as limit:
             deadline = asyncio.get_running_loop().call_later(wait_s, self._expire, limit)
             try:
@@ -124,7 +125,7 @@ class OneResponse(Response):
             if fold.error is not None:
                 if was_rejected(stream):
                     self._metrics.rejected(fold.endpoint)
-                raise self._ingress.observe(fold.error)
+                raise self._group.observe(fold.error)
             await stream.ready()
             if stream.tokens:
                 self._observe_tokens()
@@ -142,7 +143,7 @@ class OneResponse(Response):
         if reason == DISCONNECTED:
             return _ClientGone()
         if reason == TIMED_OUT:
-            return deadline_exceeded(self._ingress.settings.timeout_s)
+            return deadline_exceeded(self._group.settings.timeout_s)
         return interruption(reason)
 
     def _start(self, content_type: bytes, length: int | None = None) -> dict[str, object]:
@@ -180,9 +181,11 @@ class PartsResponse(OneResponse):
     stream while the client reads more slowly.
     """
 
-    def __init__(self, ingress: Ingress, fold: ResponseFold, parts: Sequence[PreparedRequest], began_s: float) -> None:
+    def __init__(
+        self, group: GroupClient, fold: ResponseFold, parts: Sequence[PreparedRequest], began_s: float
+    ) -> None:
         # No event is dispatched to this stream. It is notified when a step of the fold returned objects.
-        super().__init__(ingress, fold, Stream(), began_s)
+        super().__init__(group, fold, Stream(), began_s)
         self._prepared = parts
         self._parts = len(parts)
         self._capacity = asyncio.Semaphore(PARTS_IN_FLIGHT_MAX)
@@ -193,7 +196,7 @@ class PartsResponse(OneResponse):
         self._failure: Exception | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        admission = self._ingress.admission
+        admission = self._group.front.admission
         # The middleware has admitted one request. The inputs of an embedding request count as one.
         more = 0 if self._fold.endpoint == EmbeddingBody.endpoint else self._parts - 1
         try:
@@ -215,9 +218,9 @@ class PartsResponse(OneResponse):
     async def _run(self) -> None:
         """Run all parts. `_next` raises the error of the first one that fails, which ends the others."""
         try:
-            async with asyncio.TaskGroup() as group:
+            async with asyncio.TaskGroup() as tasks:
                 for index in range(self._parts):
-                    group.create_task(self._run_part(index))
+                    tasks.create_task(self._run_part(index))
         except ExceptionGroup as errors:
             self._failure = errors.exceptions[0]
         self._stream.notify()
@@ -225,7 +228,7 @@ class PartsResponse(OneResponse):
     async def _run_part(self, index: int) -> None:
         async with self._capacity:
             try:
-                stream = await self._ingress.submit(self._fold.ids[index], self._prepared[index])
+                stream = await self._group.submit(self._fold.ids[index], self._prepared[index])
                 await self._follow(stream, index)
             except ApiError as error:
                 if self._fold.error is None:
@@ -233,7 +236,7 @@ class PartsResponse(OneResponse):
                 raise
 
     async def _follow(self, stream: Stream, index: int) -> None:
-        ingress, fold, request_id = self._ingress, self._fold, self._fold.ids[index]
+        group, fold, request_id = self._group, self._fold, self._fold.ids[index]
         try:
             while fold.error is None and not fold.is_part_over(index):
                 await stream.ready()
@@ -247,12 +250,12 @@ class PartsResponse(OneResponse):
             if was_rejected(stream):
                 self._metrics.rejected(fold.endpoint)
             if fold.error is not None:
-                raise ingress.observe(fold.error)
+                raise group.observe(fold.error)
         finally:
-            ingress.replies.close(request_id)
+            group.replies.close(request_id)
             if stream.ended is None:
                 stopped = "stop" if fold.is_part_over(index) else ""
-                ingress.cancel(request_id, stopped or fold.cancel_reason or self._cut_reason)
+                group.cancel(request_id, stopped or fold.cancel_reason or self._cut_reason)
 
     async def _add(self, stream: Stream, objects: list[bytes]) -> None:
         """Add the JSON objects of a part, and wait while the client has too many to read."""

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
 from forebay.ingress.kafka_api.partition import PartitionServer
 from forebay.ingress.kafka_api.shared import KafkaApiMetrics, SharedState
-from forebay.ingress.served import ServedModels
+from forebay.ingress.served_models import ServedModels
 from forebay.transport.base import LogUnavailable
 from forebay.transport.kafka.group import KafkaGroup
 from forebay.transport.kafka.log import KafkaLog

@@ -24,8 +24,8 @@ from forebay.events.request_ids import kafka_api_request_id
 from forebay.events.tokens import TokenEvent
 from forebay.events.topics import REQUESTS, TOKENS
 from forebay.ingress.access_log import write_record
+from forebay.ingress.commands import GRACE_S
 from forebay.ingress.errors import ApiError, deadline_exceeded, internal_error, invalid, retry_headers
-from forebay.ingress.ingress import GRACE_S
 from forebay.ingress.kafka_api.request import ReplyAddress, address, body_of, nonce_of, slot_of
 from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, ResponseRecord, WindowEntry
 from forebay.ingress.kafka_api.shared import SharedState
@@ -252,14 +252,14 @@ class PartitionServer:
         """Open the requests of a record, one per choice or input. Raises ApiError if one is invalid."""
         front, request_id = self._shared.front, kafka_api_request_id(where.request_id)
         body = body_of(record, front.bodies.limits, ignores_unknown=front.settings.ignore_unknown_fields)
-        ingress, model = await self._shared.find(body.model, request_id)
-        headers = (record.headers or {}).items()
-        inputs = await ingress.prepare(body, headers, model, is_patient=True)
-        fold = ingress.fold(request_id, body, inputs, created_s=record.at_us // 1_000_000)
+        model, lora_name = await self._shared.find(body.model, request_id)
+        settings, headers = model.group.settings, (record.headers or {}).items()
+        inputs = await model.prepare(body, headers, lora_name, is_patient=True)
+        fold = model.fold(request_id, body, inputs, created_s=record.at_us // 1_000_000)
         if where.request_id in self._shared.ids:
             text = f"the request id {where.request_id} is already in flight; use another id"
             raise ApiError(409, "duplicate_request_id", text)
-        response = RecordResponse(entry, where, fold, ingress)
+        response = RecordResponse(entry, where, fold, model.group)
         for index, (name, prepared) in enumerate(zip(fold.ids, inputs, strict=True)):
             submission = prepared.submission(
                 name,
@@ -267,21 +267,21 @@ class PartitionServer:
                 reply_from=entry.slot_from,
                 nonce=nonce_of(record),
                 at_us=runtime.wall_us(),
-                ingress_id=ingress.settings.ingress_id,
+                ingress_id=settings.ingress_id,
                 patient=True,  # a client would only send it again, and the topic keeps it anyway
             )
             request = self._pending[name] = PendingRequest(name, response, index, submission)
-            self._pending_of.setdefault(ingress.settings.model_name, {})[name] = request
+            self._pending_of.setdefault(settings.model_name, {})[name] = request
         self._shared.ids.add(where.request_id)
         return response.requests
 
     async def _submit(self, request: PendingRequest) -> None:
         if request.response.fold.is_over or request.submission is None:
             return
-        ingress = request.response.ingress
+        group = request.response.group
         value = encode(REQUESTS, request.submission)
         try:
-            partition = ingress.require_partition()
+            partition = group.require_partition()
             self._shared.log.append_soon([Draft(REQUESTS.name, partition, value, request.request_id.encode())])
         except ValueError as error:
             await self._fail(request, ApiError(413, "request_too_large", str(error)))
@@ -290,7 +290,7 @@ class PartitionServer:
             await self._fail(request, error)
             return
         request.submission = None
-        due_s = asyncio.get_running_loop().time() + ingress.settings.timeout_s + GRACE_S
+        due_s = asyncio.get_running_loop().time() + group.settings.timeout_s + GRACE_S
         self._deadlines.append((due_s, request.request_id, request.response.entry))
         self._shared.count(1)
 
@@ -365,8 +365,8 @@ class PartitionServer:
         shared.metrics.requests.labels("answered" if fold.error is None else "error").inc()
         status = "success" if fold.error is None else "error"
         if was_rejected(request):
-            request.response.ingress.metrics.rejected(fold.endpoint)
-        request.response.ingress.metrics.ended(fold.endpoint, stream=fold.stream, status=status)
+            request.response.group.metrics.rejected(fold.endpoint)
+        request.response.group.metrics.ended(fold.endpoint, stream=fold.stream, status=status)
         request.response.write_access(self.partition)
 
     def _drop(self, request: PendingRequest) -> bool:
@@ -374,13 +374,13 @@ class PartitionServer:
         shared = self._shared
         if self._pending.pop(request.request_id, None) is None:
             return False
-        ingress = request.response.ingress
+        group = request.response.group
         count_foreign(request.request_id, request, shared.front.metrics.foreign.inc)
-        del self._pending_of[ingress.settings.model_name][request.request_id]
+        del self._pending_of[group.settings.model_name][request.request_id]
         if request.submission is None:
             shared.count(-1)
             if request.ended is None:
-                ingress.cancel(request.request_id, request.response.fold.cancel_reason or "stop")
+                group.cancel(request.request_id, request.response.fold.cancel_reason or "stop")
         return True
 
     async def _send(self, entry: WindowEntry, where: ReplyAddress, record: ResponseRecord) -> None:

@@ -10,7 +10,7 @@ from forebay.core.state.reply_slot import ResponseState
 from forebay.events.requests import RequestSubmitted
 from forebay.ingress.access_log import write_record
 from forebay.ingress.errors import ApiError
-from forebay.ingress.ingress import Ingress
+from forebay.ingress.group import GroupClient
 from forebay.ingress.kafka_api.request import ReplyAddress
 from forebay.ingress.response_fold import ResponseFold
 
@@ -46,10 +46,10 @@ class WindowEntry:
 class RecordResponse:
     """Response to one record of `openai-requests`, which becomes one request on the log per choice or input."""
 
-    __slots__ = ("_began_s", "_sent", "entry", "fold", "ingress", "requests", "where")
+    __slots__ = ("_began_s", "_sent", "entry", "fold", "group", "requests", "where")
 
-    def __init__(self, entry: WindowEntry, where: ReplyAddress, fold: ResponseFold, ingress: Ingress) -> None:
-        self.ingress = ingress
+    def __init__(self, entry: WindowEntry, where: ReplyAddress, fold: ResponseFold, group: GroupClient) -> None:
+        self.group = group
         self.entry = entry
         self.where = where
         self.fold = fold

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from forebay import runtime
 from forebay.ingress.errors import ApiError
 from forebay.ingress.kafka_api.request import ReplyTopics
-from forebay.ingress.served import ServedModel, ServedModels
+from forebay.ingress.served_models import RequestedModel, ServedModels
 from forebay.transport.base import LogError
 from forebay.transport.kafka.group import KafkaGroup
 from forebay.transport.kafka.log import KafkaLog
@@ -85,7 +85,7 @@ class SharedState:
         while not self.models.has_owner():  # noqa: ASYNC110 - nothing sets an event
             await asyncio.sleep(PLACE_S)
 
-    async def find(self, model: str, request_id: str) -> ServedModel:
+    async def find(self, model: str, request_id: str) -> RequestedModel:
         """Return the model of a request. Wait while it has no owner or worker, for example in a failover.
 
         The wait ends `OWNER_S` after the outage was noticed, so later records of the same outage are rejected at once.

@@ -22,21 +22,23 @@ from forebay.events.request_ids import http_request_id
 from forebay.events.tokens import ResponseEnded
 from forebay.events.topics import CONTROL, FLEET, GROUPS, HEARTBEATS, TOKENS, Topic
 from forebay.ingress import admission
-from forebay.ingress import catalog as module
-from forebay.ingress.catalog import Catalog
+from forebay.ingress import served_models as module
 from forebay.ingress.errors import ApiError
 from forebay.ingress.front import Front
+from forebay.ingress.group import Readiness
 from forebay.ingress.http.app import build_app
-from forebay.ingress.ingress import Ingress
+from forebay.ingress.loaded_model import LoadedModel
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, InvalidModel, Model
 from forebay.ingress.model_cards import read_card
+from forebay.ingress.served_models import ServedModels
 from forebay.ingress.settings import ALL_MODELS, IngressSettings
 from forebay.transport import heartbeats
 from forebay.transport.base import Draft
 from forebay.transport.directory import Directory
 from forebay.transport.models import ModelStore
 from forebay.transport.sqlite.log import SqliteLog
+from tests.harness.only_model import Present
 from tests.ingress.conftest import ADMIN_TOKEN, client_of, error
 from tests.system import until
 
@@ -44,11 +46,11 @@ MODELS = ("one", "two", "three")
 
 
 class Scene:
-    """A catalog on an embedded log, on which the test writes what routers and workers would write."""
+    """All models of an embedded log, on which the test writes what routers and workers would write."""
 
-    def __init__(self, log: SqliteLog, catalog: Catalog, store: ModelStore, loaded: list[str]) -> None:
+    def __init__(self, log: SqliteLog, models: ServedModels, store: ModelStore, loaded: list[str]) -> None:
         self.log = log
-        self.catalog = catalog
+        self.models = models
         self.loaded = loaded
         self._store = store
 
@@ -68,13 +70,13 @@ class Scene:
         await self._store.remove([digest])
 
     async def serve(self, name: str, card: str, *, ready: int = 1) -> None:
-        """Report that the owner of a model has ready workers with this card, and wait until the catalog knows it."""
+        """Report that the owner of a model has ready workers with this card, and wait until the ingress knows it."""
         beat = RouterHeartbeat(
             group=name, router_id="r", role="owner", owner_epoch=7, ready_aggregated=ready, card=card
         )
         await self.append(HEARTBEATS, MODELS.index(name), beat)
         await self.append(CONTROL, MODELS.index(name), PoolConfigured(pool="default", model=name, block_size=16))
-        await until(lambda: (name in {one.name for one in self.catalog.ready()}) is bool(ready))
+        await until(lambda: (name in {one.name for one in self.models.ready()}) is bool(ready))
 
     async def serve_all(self, *names: str) -> str:
         """Store one card, and report that each of these models has a worker with it. Return the digest of the card."""
@@ -85,10 +87,10 @@ class Scene:
 
     async def chosen(self, alias: str, ids: Iterable[str]) -> list[str]:
         """Return the name of the model of each request."""
-        return [(await self.catalog.find(alias, name)).name for name in ids]
+        return [(await self.models.find(alias, name)).loaded.group.settings.model_name for name in ids]
 
-    async def find(self, name: str) -> Ingress:
-        return (await self.catalog.find(name, "r")).ingress
+    async def find(self, name: str) -> LoadedModel:
+        return (await self.models.find(name, "r")).loaded
 
     async def fails(self, name: str, status: int, code: str, says: str = ".") -> None:
         """Check that requests for a model get this error."""
@@ -97,14 +99,14 @@ class Scene:
         assert (caught.value.status, caught.value.code) == (status, code)
 
     async def alias(self, name: str, *targets: str, fallback: str = "", weight: float = 1.0) -> None:
-        """Set an alias whose first target has this weight, and wait until the catalog knows it."""
+        """Set an alias whose first target has this weight, and wait until the ingress knows it."""
         shares = [AliasTarget(model=target, weight=1.0 if at else weight) for at, target in enumerate(targets)]
         event = AliasSet(alias=name, targets=tuple(shares), fallback=fallback)
         await self._store.set_alias(event)
         await until(lambda: self._store.aliases.get(name) == (event if targets else None))
 
     async def listed(self) -> dict[str, int]:
-        return {card["id"]: card["max_model_len"] for card in await self.catalog.cards()}
+        return {card["id"]: card["max_model_len"] for card in await self.models.cards()}
 
 
 @pytest.fixture
@@ -115,13 +117,17 @@ async def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     settings = IngressSettings(model_name=ALL_MODELS, ingress_id="i", admin_token=ADMIN_TOKEN)
     front = Front(log, settings, IngressMetrics(CollectorRegistry(), None), 0)
     loaded: list[str] = []
-    catalog = Catalog(front, directory, store, tmp_path, loaded.append)
-    made = Scene(log, catalog, store, loaded)
+
+    def ready_of(name: str) -> Readiness:
+        return Readiness(heartbeats.RouterHeartbeats(log, name), directory)
+
+    models = ServedModels(front, directory, store, tmp_path, loaded.append, ready_of)
+    made = Scene(log, models, store, loaded)
     for partition, name in enumerate(MODELS):
         await made.append(GROUPS, 0, GroupPlaced(group=name, partition=partition), name)
     await directory.start()
     await store.start()
-    running = [asyncio.create_task(catalog.run()), asyncio.create_task(front.run())]
+    running = [asyncio.create_task(models.run()), asyncio.create_task(front.run())]
     await asyncio.sleep(0)
     yield made
     for task in running:
@@ -138,10 +144,10 @@ async def test_a_model_is_loaded_at_its_first_request(scene: Scene) -> None:
     await scene.serve_all("one")
     assert await scene.listed() == {"one": 4_096}
     assert scene.loaded == []
-    ingress = await scene.find("one")
-    assert ingress.settings.model_name == "one"
-    assert ingress.model.decode(ingress.model.encode("hello")) == "hello"
-    assert await scene.find("one") is ingress
+    found = await scene.find("one")
+    assert found.group.settings.model_name == "one"
+    assert found.model.decode(found.model.encode("hello")) == "hello"
+    assert await scene.find("one") is found
     assert scene.loaded == ["one"]
 
 
@@ -149,7 +155,7 @@ async def test_an_unknown_model_is_rejected_with_the_listed_ones(scene: Scene) -
     await scene.serve("two", await scene.store())
     await scene.fails("no", 404, "model_not_found", r"'no'.*two")
     with pytest.raises(ApiError, match=r"name a model, as in \?model=NAME; models are: one, three, two"):
-        await scene.catalog.only("")
+        await scene.models.only("")
 
 
 @pytest.mark.parametrize(
@@ -223,39 +229,21 @@ async def test_only_models_of_this_process_are_served(scene: Scene, tmp_path: Pa
     await directory.start()
     await store.start()
     beat = RouterHeartbeat(group="two", router_id="r", role="owner", ready_aggregated=1, card=digest)
-    owners = {"two": Present(beat)}
-    catalog = Catalog(scene.catalog.front, directory, store, tmp_path, scene.loaded.append, owners.get)
-    running = asyncio.create_task(catalog.run())
-    await until(lambda: catalog.names == ["two"])
-    await catalog.load("two")
+    ready = {"two": Readiness(Present(beat), directory)}
+    models = ServedModels(scene.models.front, directory, store, tmp_path, scene.loaded.append, ready.get)
+    running = asyncio.create_task(models.run())
+    await until(lambda: models.names == ["two"])
+    await models.load("two")
     assert scene.loaded == ["two"]
-    assert [card["id"] for card in await catalog.cards()] == ["two"]
-    assert (await catalog.find("two", "r")).name == "two"
+    assert [card["id"] for card in await models.cards()] == ["two"]
+    assert (await models.find("two", "r")).loaded.group.settings.model_name == "two"
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
 
-class Present:
-    """Owner that is always present, with this state."""
-
-    has_owner = True
-    owner_age_s = 0.0
-
-    def __init__(self, owner: RouterHeartbeat) -> None:
-        self.group = owner.group
-        self.owner = owner
-
-    def standbys(self) -> list[RouterHeartbeat]:
-        return []
-
-    async def follow(self, partition: int) -> None:
-        assert partition == MODELS.index(self.group)
-        await asyncio.Event().wait()
-
-
 async def test_workers_without_a_card_cannot_be_used(scene: Scene) -> None:
     await scene.serve("one", "")
-    assert "one: its workers have stored no model card" in (scene.catalog.why_not_ready() or "")
+    assert "one: its workers have stored no model card" in (scene.models.why_not_ready() or "")
     await scene.fails("one", 503, "not_ready", "its workers have stored no model card")
 
 
@@ -285,7 +273,7 @@ async def test_a_model_may_leave_while_it_is_listed(scene: Scene, monkeypatch: p
 
     monkeypatch.setattr(module, "LISTED_S", 3_600.0)
     digest = await scene.serve_all("one")
-    (entry,) = scene.catalog.ready()
+    (entry,) = scene.models.ready()
     monkeypatch.setattr(entry.group.adapters, "names", names)
     listing = asyncio.create_task(scene.listed())
     await is_listing.wait()
@@ -303,27 +291,27 @@ async def test_a_card_may_be_removed_twice(scene: Scene) -> None:
 
 
 async def test_readiness_names_what_each_model_lacks(scene: Scene) -> None:
-    assert scene.catalog.why_not_ready() is not None
+    assert scene.models.why_not_ready() is not None
     await scene.serve("one", await scene.store())
-    assert scene.catalog.why_not_ready() is None
-    assert scene.catalog.ready_details == {"models": "one"}
+    assert scene.models.why_not_ready() is None
+    assert scene.models.ready_details == {"models": "one"}
     await scene.serve("one", "", ready=0)
-    assert "one: no worker is ready" in (scene.catalog.why_not_ready() or "")
+    assert "one: no worker is ready" in (scene.models.why_not_ready() or "")
 
 
 async def test_a_new_card_replaces_the_loaded_one(scene: Scene) -> None:
     await scene.serve("one", await scene.store())
-    ingress = await scene.find("one")
-    stream = ingress.replies.open("request", 0)
+    older = await scene.find("one")
+    stream = older.group.replies.open("request", 0)
     await scene.serve("one", "", ready=0)
     digest = await scene.store(context_tokens=99)
     await scene.serve("one", digest)
-    await until(lambda: scene.catalog.ready()[0].card == digest)
+    await until(lambda: scene.models.ready()[0].card == digest)
     newer = await scene.find("one")
-    assert newer is not ingress
+    assert newer is not older
     assert await scene.listed() == {"one": 99}
-    newer.front.slot.interrupt_all("stop")
-    assert stream.interrupt_reason == "stop", "requests of the replaced ingress go on"
+    newer.group.front.slot.interrupt_all("stop")
+    assert stream.interrupt_reason == "stop", "requests of the replaced model go on"
 
 
 async def test_the_model_that_was_not_used_for_the_longest_time_is_freed(
@@ -341,7 +329,7 @@ async def test_a_response_of_a_dropped_model_goes_on(scene: Scene, monkeypatch: 
     monkeypatch.setattr(module, "LOADED_MAX", 1)
     await scene.serve_all("one", "two")
     dropped = await scene.find("one")
-    stream = dropped.replies.open("request", 0)
+    stream = dropped.group.replies.open("request", 0)
     await scene.find("two")
     end = ResponseEnded(request_id="request", attempt=1, owner_epoch=7, group="one", finish_reason="stop")
     await scene.append(TOKENS, 0, end)
@@ -371,19 +359,19 @@ async def test_the_full_pool_of_a_model_does_not_reject_requests_for_others(
 ) -> None:
     monkeypatch.setattr(admission, "FULL_S", 3_600.0)
     await scene.serve_all("one", "two")
-    (await scene.find("one")).observe(ApiError(429, "pool_full", "full"))
+    (await scene.find("one")).group.observe(ApiError(429, "pool_full", "full"))
     body = {"prompt": "a", "max_tokens": 1}
-    async with client_of(build_app(scene.catalog, CollectorRegistry())) as client:
+    async with client_of(build_app(scene.models, CollectorRegistry())) as client:
         response = await client.post("/v1/completions", json={"model": "one", **body})
         assert error(response) == (429, "pool_full")
         assert (await client.post("/tokenize", json={"model": "one", "prompt": "a"})).status_code == 200
-    scene.catalog.require_capacity(await scene.find("two"), "completions")
-    scene.catalog.front.admission.enter()
+    (await scene.find("two")).group.require_capacity("completions")
+    scene.models.front.admission.enter()
     assert await scene.find("one") is not None, "the Kafka API lets its requests wait in the router's queue"
 
 
 async def test_routes_about_a_model_work_without_its_card(scene: Scene) -> None:
-    async with client_of(build_app(scene.catalog, CollectorRegistry())) as client:
+    async with client_of(build_app(scene.models, CollectorRegistry())) as client:
         headers = {"authorization": f"Bearer {ADMIN_TOKEN}"}
         for path, method, status, code in (
             ("/v1/status", "GET", 400, "model_required"),
@@ -406,8 +394,8 @@ async def test_routes_about_a_model_work_without_its_card(scene: Scene) -> None:
 async def test_an_alias_names_a_model_and_can_be_moved(scene: Scene) -> None:
     await scene.serve_all("one", "two")
     await scene.alias("prod", "one")
-    assert await scene.catalog.find("prod", "r") == (await scene.find("one"), "one")
-    cards = {card["id"]: card.get("root") for card in await scene.catalog.cards()}
+    assert await scene.models.find("prod", "r") == (await scene.find("one"), "")
+    cards = {card["id"]: card.get("root") for card in await scene.models.cards()}
     assert cards == {"one": None, "two": None, "prod": "one"}
     await scene.alias("prod", "two")
     assert await scene.find("prod") is await scene.find("two")
@@ -441,11 +429,11 @@ async def test_a_target_that_is_not_ready_moves_only_its_own_requests(scene: Sce
 async def test_the_fallback_of_an_alias_serves_while_no_target_is_ready(scene: Scene) -> None:
     digest = await scene.serve_all("two")
     await scene.alias("prod", "one", fallback="two")
-    assert (await scene.catalog.find("prod", "r")).name == "two"
+    assert await scene.chosen("prod", ["r"]) == ["two"]
     await scene.serve("one", digest)
-    assert (await scene.catalog.find("prod", "r")).name == "one"
+    assert await scene.chosen("prod", ["r"]) == ["one"]
     await scene.alias("one", "two")
-    assert (await scene.catalog.find("one", "r")).name == "one", "a model has precedence over an alias of its name"
+    assert await scene.chosen("one", ["r"]) == ["one"], "a model has precedence over an alias of its name"
 
 
 def test_files_that_no_ingress_would_load_have_no_card(monkeypatch: pytest.MonkeyPatch) -> None:

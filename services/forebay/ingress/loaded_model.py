@@ -1,0 +1,106 @@
+"""A model whose tokenizer is loaded: turns request bodies into requests for the log, and output into responses."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from forebay.events.request_ids import choice_ids
+from forebay.ingress.errors import invalid
+from forebay.ingress.group import GroupClient
+from forebay.ingress.media.tokens import MediaRef
+from forebay.ingress.model import Model
+from forebay.ingress.openai.embeddings import EmbeddingBody
+from forebay.ingress.openai.nvext import RoutingHeaders, routing_headers
+from forebay.ingress.openai.requests import AnyBody, ChatBody, TextBody
+from forebay.ingress.parsers.selection import ParserFactory
+from forebay.ingress.prepare import PreparedRequest, Preparer, Target, TokenizedPrompt
+from forebay.ingress.response_fold import CompletionFold, EmbeddingFold, ResponseFold
+
+
+class LoadedModel:
+    """A model of the ingress, with its tokenizer and parsers. Raises ConfigError if a parser does not fit the model."""
+
+    def __init__(self, group: GroupClient, model: Model) -> None:
+        settings = group.settings
+        self.group = group
+        self._run, self._fetch = group.front.tokenizer_pool.run, group.front.fetcher.fetch
+        self.model = model
+        self.parsers = ParserFactory(model, settings.tool_call_parser, settings.reasoning_parser)
+        self._preparer = Preparer(model, self.parsers, settings)
+
+    async def prepare(
+        self, body: AnyBody, headers: Iterable[tuple[str, str]], lora_name: str = "", *, is_patient: bool = False
+    ) -> list[PreparedRequest]:
+        """Turn a body into requests for the log: tokenize its prompts or inputs, and fetch their media.
+
+        The result has one request per choice (`n` for the first prompt, then `n` for the next one) or per input.
+
+        Args:
+            headers: HTTP headers, or headers of the Kafka record.
+            lora_name: adapter of the request; empty for the base model.
+            is_patient: whether to wait if the tokenizer queue is full, instead of raising ApiError 503.
+
+        Raises ApiError if the request is invalid or cannot be served.
+        """
+        steps = self._preparer
+        if isinstance(body, EmbeddingBody):
+            body.require_dimensions(self.model)
+        routing = steps.routing(body.nvext, self._routing_headers(headers))
+        prepared: list[PreparedRequest] = []
+        if isinstance(body, EmbeddingBody):
+            target = Target(lora_name, routing, await self._block_size())
+            chars = sum(len(text) for text in body.inputs if isinstance(text, str))
+            work = partial(steps.tokenize_inputs, body.inputs)
+            for index, token_ids in enumerate(await self._run(work, chars, is_patient=is_patient)):
+                await asyncio.sleep(0)  # thousands of inputs must not block other requests
+                prepared.append(steps.embed(body, index, token_ids, target))
+            return prepared
+        refs = steps.media_refs(body)
+        prompts = await self._tokenize(body, refs, is_patient=is_patient)
+        fetched = await self._fetch(refs)  # only after the text was validated
+        target = Target(lora_name, routing, await self._block_size())
+        for number, prompt in enumerate(prompts):
+            if number:
+                await asyncio.sleep(0)  # many prompts must not block other requests
+            prepared += steps.choices(body, steps.complete(body, prompt, refs, fetched, target))
+        return prepared
+
+    async def tokenize(self, body: ChatBody | TextBody) -> list[int]:
+        """Return the token ids of a chat, or of the only prompt of a text completion.
+
+        Raises ApiError if the body is invalid, too long for the context, or has images or videos.
+        """
+        if refs := self._preparer.media_refs(body):
+            text = "images and videos cannot be tokenized; leave them out"
+            raise invalid(text, "messages", "unsupported_parameter")
+        (prompt,) = await self._tokenize(body, refs)
+        return prompt.token_ids
+
+    def fold(self, request_id: str, body: AnyBody, prepared: Sequence[PreparedRequest], created_s: int) -> ResponseFold:
+        """Return an empty response, which `ResponseFold.step` fills."""
+        if isinstance(body, EmbeddingBody):
+            return EmbeddingFold(request_id, body, sum(one.prompt_tokens for one in prepared), len(prepared))
+        parts = zip(choice_ids(request_id, len(prepared)), prepared, strict=True)
+        composers = [one.output.composer(self.model, self.parsers, name) for name, one in parts]
+        prompt_tokens = sum(one.prompt_tokens for one in prepared[:: body.choices_per_prompt])
+        return CompletionFold(request_id, body, prompt_tokens, composers, created_s)
+
+    async def _tokenize(
+        self, body: ChatBody | TextBody, refs: Sequence[MediaRef], *, is_patient: bool = False
+    ) -> list[TokenizedPrompt]:
+        steps, run = self._preparer, partial(self._run, is_patient=is_patient)
+        body_chars = body.size_bytes - sum(len(ref.url) for ref in refs) if isinstance(body, ChatBody) else 0
+        rendered = await run(partial(steps.render, body), body_chars)
+        chars = sum(len(one) for one in rendered if isinstance(one, str))
+        return await run(partial(steps.tokenize, body, rendered), chars)
+
+    def _routing_headers(self, headers: Iterable[tuple[str, str]]) -> RoutingHeaders:
+        found = routing_headers(headers)
+        if not self.group.settings.routing_hints:
+            for name in found:
+                self.group.metrics.headers_ignored.labels(name).inc()
+        return found
+
+    async def _block_size(self) -> int:
+        group = self.group
+        return group.settings.block_size or await group.pools.block_size(group.settings.model_name)
