@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.block_hashes import block_hashes, extend_chain, hash_seed, mm_hash, mm_hashes, sequence_hashes
+from forebay.core.routing.draws import WEIGHT_ONE, softmax_weights
 from forebay.core.routing.pool_choice import cell_index, retry_order, target_of
-from forebay.core.routing.selection import WEIGHT_ONE, softmax_weights
 from forebay.events.base import pack_u32, unpack_u64
 from forebay.events.media import Media
 from forebay.events.pools import GridPool

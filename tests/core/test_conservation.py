@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from forebay.core.rederive import Rederivation
 from forebay.core.restore import digest_of_snapshot, restore
-from forebay.core.routing.counterfactual import counterfactual
 from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies import BUILT_IN
+from forebay.core.selection.counterfactual import counterfactual
 from forebay.core.step import CLOCK, InputEvent, advance
 from forebay.core.world import World
 from forebay.events.base import pack_u64

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from forebay.core.block_hashes import extend_chain
 from forebay.core.restore import restore
 from forebay.core.routing.cost import CostTable, Demand, cost_table, taint_factor
-from forebay.core.routing.selection import lowest
+from forebay.core.routing.draws import lowest
 from forebay.core.state.fleet import FleetWorker
 from forebay.core.state.load import FleetLoad
 from forebay.core.state.prefix_index import NO_OVERLAP, Overlap

@@ -7,9 +7,9 @@ import pytest
 
 from forebay.core.phases import Phase
 from forebay.core.restore import restore
-from forebay.core.routing.counterfactual import Counterfactual, counterfactual
 from forebay.core.routing.plan import Plan
-from forebay.core.routing.stages import as_decode_request, as_prefill_request
+from forebay.core.selection.counterfactual import Counterfactual, counterfactual
+from forebay.core.selection.stages import as_decode_request, as_prefill_request
 from forebay.core.state.submitted_request import request_from_event
 from forebay.events.control import (
     BusyThresholds,

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from forebay.core.phases import Phase
-from forebay.core.routing.counterfactual import Counterfactual, counterfactual
+from forebay.core.selection.counterfactual import Counterfactual, counterfactual
 from forebay.core.state.submitted_request import content_hash
 from forebay.events.control import DisaggConfig, DisaggregationSet, QueueConfig, RouterConfig
 from forebay.events.decisions import CommandTarget, KvReleased, PrefillPlace, RequestAborted, RequestHeld, RequestRouted

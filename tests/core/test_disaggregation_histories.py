@@ -12,10 +12,10 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from forebay.core.phases import Phase
-from forebay.core.routing.candidates import find_retry_candidates
-from forebay.core.routing.disaggregation import requires_remote_prefill
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.stages import as_prefill_request
+from forebay.core.selection.candidates import find_retry_candidates
+from forebay.core.selection.disaggregation import requires_remote_prefill
+from forebay.core.selection.stages import as_prefill_request
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.step import AnyDecision, InputEvent
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, DisaggregationSet, QueueConfig

@@ -9,13 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.routing.counterfactual import (
-    Alternative,
-    Counterfactual,
-    changed_booking_fields,
-    counterfactual,
-    merge_runtime_settings,
-)
+from forebay.core.routing.draws import draw, lowest, mix64, scale_draw, softmax_weights
 from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies import (
     BUILT_IN,
@@ -26,7 +20,13 @@ from forebay.core.routing.policies import (
     RoutingRequest,
     RoutingWorld,
 )
-from forebay.core.routing.selection import draw, lowest, mix64, scale_draw, softmax_weights
+from forebay.core.selection.counterfactual import (
+    Alternative,
+    Counterfactual,
+    changed_booking_fields,
+    counterfactual,
+    merge_runtime_settings,
+)
 from forebay.core.state.pool_settings import PoolSettings
 from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.core.state_machine import digest_of

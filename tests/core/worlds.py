@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from forebay.core.block_hashes import extend_chain
 from forebay.core.restore import restore
-from forebay.core.routing.candidates import find_candidates, must_queue
-from forebay.core.routing.disaggregation import locate_prompt
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
+from forebay.core.selection.candidates import find_candidates, must_queue
+from forebay.core.selection.disaggregation import locate_prompt
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.prefix_index import TIERS
 from forebay.core.step import AnyDecision, InputEvent, claim, open_run, step

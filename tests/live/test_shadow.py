@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from prometheus_client import CollectorRegistry
 
-from forebay.core.routing.counterfactual import Alternative, Counterfactual, counterfactual
 from forebay.core.routing.plan import Plan
+from forebay.core.selection.counterfactual import Alternative, Counterfactual, counterfactual
 from forebay.core.world import CORE_VERSION
 from forebay.events.codec import encode
 from forebay.events.control import BusyThresholds, PoolConfigured

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from forebay.core.routing.counterfactual import Alternative
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
+from forebay.core.selection.counterfactual import Alternative
 from forebay.core.step import InputEvent, advance
 from forebay.core.world import CORE_VERSION
 from forebay.events.codec import encode

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.restore import restore
-from forebay.core.routing.counterfactual import Alternative
 from forebay.core.routing.policies import BUILT_IN
+from forebay.core.selection.counterfactual import Alternative
 from forebay.core.step import claim
 from forebay.core.world import CORE_VERSION
 from forebay.events.codec import encode

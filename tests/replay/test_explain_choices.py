@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.routing.counterfactual import counterfactual
 from forebay.core.routing.plan import Plan
+from forebay.core.selection.counterfactual import counterfactual
 from forebay.core.world import World
 from forebay.events.base import pack_u64
 from forebay.events.control import BusyThresholds, QueueConfig

@@ -1,10 +1,10 @@
-"""Decide about requests: plan with the current state (`routing.planner`), then execute the plan (`execute`)."""
+"""Dispatch requests: plan with the current state (`selection.next_stage`), then book the plan (`booking`)."""
 
-from forebay.core.execute import abort, answer_query, dispatch, enqueue, reject, release_kv
+from forebay.core.booking import abort, answer_query, book, enqueue, reject, release_kv
 from forebay.core.phases import Phase
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.plan import Plan, with_choices
-from forebay.core.routing.planner import (
+from forebay.core.selection.next_stage import (
     Options,
     find_exhausted_attempts,
     find_options,
@@ -12,7 +12,7 @@ from forebay.core.routing.planner import (
     plan_new,
     plan_retry,
 )
-from forebay.core.routing.pools import choose_other_pool, choose_pool, choose_pool_of_queued, has_candidates
+from forebay.core.selection.pool_selection import choose_other_pool, choose_pool, choose_pool_of_queued, has_candidates
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.fleet import FleetWorker
 from forebay.core.state.queue import QueuedRequest
@@ -74,7 +74,7 @@ def submit(world: World, event: RequestSubmitted, offset: int) -> list[AnyDecisi
         plan = with_choices(plan_new(world, pool, request), pools)
     except Ineligible as ineligible:
         return [reject(world, event, ineligible, pools)]
-    return [dispatch(world, request, plan) if isinstance(plan, Plan) else enqueue(world, pool, request, plan)]
+    return [book(world, request, plan) if isinstance(plan, Plan) else enqueue(world, pool, request, plan)]
 
 
 def query(world: World, event: RouteQueried) -> RouteAnswered:
@@ -158,7 +158,7 @@ def reroute(world: World, requests: list[ActiveRequest], cause: str | None = Non
             plan = plan_retry(world, world.pools[request.submitted.pool], request)
         except Ineligible:
             continue  # an eligible worker may still join before the deadline
-        decided.append(dispatch(world, request, with_choices(plan, () if choice is None else (choice,))))
+        decided.append(book(world, request, with_choices(plan, () if choice is None else (choice,))))
     return decided
 
 
@@ -221,7 +221,7 @@ def _serve(
     except Ineligible as ineligible:
         world.requests.end(request, world.now_us)
         return reject(world, request.submitted, ineligible, pools)
-    return dispatch(world, request, with_choices(plan, pools))
+    return book(world, request, with_choices(plan, pools))
 
 
 def _queued_request(world: World, queued: QueuedRequest) -> ActiveRequest:

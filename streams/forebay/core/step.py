@@ -8,6 +8,7 @@ records. A record that does not decode is applied as None: it keeps its place in
 
 from typing import assert_never
 
+from forebay.core.booking import abort, release_kv
 from forebay.core.dispatch import (
     AnyDecision,
     drain_queues,
@@ -17,7 +18,6 @@ from forebay.core.dispatch import (
     reroute,
     submit,
 )
-from forebay.core.execute import abort, release_kv
 from forebay.core.phases import BEFORE_FIRST_TOKEN, Phase
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state_machine import IllegalTransition
@@ -132,7 +132,7 @@ def step(world: World, topic: str, event: InputEvent | None, now_us: int) -> lis
     world.expire()
     if event is not None and not may_write(type(event), world.owner_events):
         event = None  # this program knows the type, but the owner did not
-    decided = _apply(world, event, offset)
+    decided = _decide(world, event, offset)
     if world.replanning is not None:  # most events, such as a thousand load reports per second, change no plan
         decided += replan(world)
     if world.requests.unfetched:
@@ -149,7 +149,7 @@ def replan(world: World) -> list[AnyDecision]:
     return decided
 
 
-def _apply(world: World, event: InputEvent | None, offset: int) -> list[AnyDecision]:
+def _decide(world: World, event: InputEvent | None, offset: int) -> list[AnyDecision]:
     match event:
         case RequestSubmitted():
             return submit(world, event, offset)

@@ -1,4 +1,4 @@
-"""Decide about operators' commands, as in `forebay.core.execute`: send them to workers or reject them."""
+"""Decide about operators' commands, as `forebay.core.dispatch` about requests: send them to workers or reject them."""
 
 from forebay.core.state.commands import LAST_READY, PENDING_MAX, PendingCommand
 from forebay.core.state.fleet import FleetWorker, WorkerPhase

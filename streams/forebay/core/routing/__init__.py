@@ -1,1 +1,1 @@
-"""Select a worker rank for each stage of a request: which ranks are eligible, their costs, and the policy."""
+"""Rules of routing: which ranks are eligible, what each costs, and how a policy selects one. They know no world."""

@@ -1,7 +1,7 @@
-"""Results of planning a routing decision, before the decision is booked.
+"""Routing plans: the results of a routing decision, before the decision is booked.
 
-`forebay.core.routing.planner` reads the world and returns them. `forebay.core.execute` applies them. The journal and
-`explain` show them.
+`forebay.core.selection.next_stage` returns them, and `forebay.core.booking` books them. The journal and `explain` show
+them.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ class StageCandidates:
 
     Attributes:
         pool: configuration of the pool that the ranks belong to, with the changes for this stage.
-        request: the request with the changes for this stage (`forebay.core.routing.stages`).
+        request: the request with the changes for this stage (`forebay.core.selection.stages`).
         place: where the prompt is computed, and why; None if nothing had to be decided, because the model has no decode
             pool or the prompt is already computed.
         pools: choice of the pool; empty if nothing had to be chosen.

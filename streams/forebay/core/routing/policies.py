@@ -7,8 +7,8 @@ does not import custom policies; the process that creates a `World` passes their
 
 from collections.abc import Mapping
 
+from forebay.core.routing.draws import draw, lowest, mix64, scale_draw, softmax_weights
 from forebay.core.routing.policy import Candidate, Policy, PolicyMissing, RoutingRequest, RoutingWorld
-from forebay.core.routing.selection import draw, lowest, mix64, scale_draw, softmax_weights
 
 __all__ = [
     "BUILT_IN",

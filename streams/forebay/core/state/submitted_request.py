@@ -14,7 +14,7 @@ from forebay.events.requests import RequestSubmitted, RouteQueried, RoutingHints
 class SubmittedRequest:
     """Request as a client submitted it. `RequestState` describes the fields that a snapshot has.
 
-    For the routing of one stage there is a changed copy, see `forebay.core.routing.stages`.
+    For the routing of one stage there is a changed copy, see `forebay.core.selection.stages`.
 
     Attributes:
         blocks: sequence hashes of the full prompt blocks.

@@ -24,9 +24,9 @@ from prometheus_client.registry import Collector
 from xxhash import xxh3_64_intdigest
 
 from forebay import runtime
-from forebay.core.routing.counterfactual import Alternative, Counterfactual, changed_booking_fields, counterfactual
 from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies import CustomPolicies
+from forebay.core.selection.counterfactual import Alternative, Counterfactual, changed_booking_fields, counterfactual
 from forebay.core.world import World
 from forebay.events.base import hex_digest
 from forebay.events.codec import DecodeError, decode, encode

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from forebay.core.routing.counterfactual import Alternative, Counterfactual, changed_booking_fields, counterfactual
 from forebay.core.routing.plan import Plan
+from forebay.core.selection.counterfactual import Alternative, Counterfactual, changed_booking_fields, counterfactual
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.core.step import AnyDecision, InputEvent

@@ -16,8 +16,8 @@ import msgspec
 
 from forebay.core.phases import Phase
 from forebay.core.restore import restore
-from forebay.core.routing.counterfactual import Alternative, merge_runtime_settings
 from forebay.core.routing.plan import Plan
+from forebay.core.selection.counterfactual import Alternative, merge_runtime_settings
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.prefix_index import NO_OVERLAP
 from forebay.core.step import CLOCK, AnyDecision, InputEvent, claim, open_run, replan, step

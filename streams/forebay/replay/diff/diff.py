@@ -6,8 +6,8 @@ verifies history.
 
 from typing import NamedTuple
 
-from forebay.core.routing.counterfactual import Alternative
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
+from forebay.core.selection.counterfactual import Alternative
 from forebay.core.step import AnyDecision
 from forebay.events.topics import DECISIONS
 from forebay.journal.reader import journal

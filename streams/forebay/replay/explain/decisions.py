@@ -9,15 +9,15 @@ from typing import Any
 
 import msgspec
 
-from forebay.core.routing.candidates import find_candidates, find_suspect_candidates, must_queue
 from forebay.core.routing.cost import CostTable
+from forebay.core.routing.draws import softmax_weights
 from forebay.core.routing.eligibility import Ineligible, filter_eligible, is_busy
-from forebay.core.routing.evaluation import find_overlaps
 from forebay.core.routing.plan import Plan
-from forebay.core.routing.planner import find_options
 from forebay.core.routing.policies import draw_two
-from forebay.core.routing.selection import softmax_weights
-from forebay.core.routing.stages import as_prefill_request
+from forebay.core.selection.candidates import find_candidates, find_suspect_candidates, must_queue
+from forebay.core.selection.evaluation import find_overlaps
+from forebay.core.selection.next_stage import find_options
+from forebay.core.selection.stages import as_prefill_request
 from forebay.core.state.fleet import FleetWorker, WorkerPhase
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.state.prefix_index import NO_OVERLAP

@@ -15,9 +15,9 @@ import msgspec
 
 from forebay.core.routing.cost import Demand
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.evaluation import demand_of, select
 from forebay.core.routing.plan import Plan, StageCandidates
 from forebay.core.routing.policies import BUILT_IN, PolicyMissing
+from forebay.core.selection.evaluation import demand_of, select
 from forebay.core.state.prefix_index import Overlap
 from forebay.core.state.roster import CandidateRank, Roster
 from forebay.core.world import World
@@ -34,7 +34,7 @@ NUMBERS = (
     "decode_active_request_weight",
     "eviction_weight",
 )
-SET_BY_STAGE = {"decode": ("overlap_score_credit",)}  # `forebay.core.routing.stages` overrides the configuration
+SET_BY_STAGE = {"decode": ("overlap_score_credit",)}  # `forebay.core.selection.stages` overrides the configuration
 LOADS = {
     "prefill_tokens": "tokens to prefill",
     "decode_blocks": "KV blocks of active requests",

@@ -1,10 +1,10 @@
-"""Apply decisions to the world at once, and return them as journal records. The owner writes the records afterwards."""
+"""Book decisions in the world at once, and return them as journal records. The owner writes the records afterwards."""
 
 from forebay.core.phases import BEFORE_FIRST_TOKEN, Phase
 from forebay.core.queue_entry import queued_request
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.evaluation import NO_BLOCKS
 from forebay.core.routing.plan import Plan, QueuePlan
+from forebay.core.selection.evaluation import NO_BLOCKS
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.core.world import World
@@ -24,8 +24,8 @@ from forebay.events.pools import PoolChoice
 from forebay.events.requests import RequestSubmitted, RouteQueried
 
 
-def dispatch(world: World, request: ActiveRequest, plan: Plan) -> RequestRouted:
-    """Send a request to the rank that its plan selects: book its load there, and return the journal record."""
+def book(world: World, request: ActiveRequest, plan: Plan) -> RequestRouted:
+    """Count a request in the load of the rank that its plan selects, and return the journal record."""
     _report(world, plan)
     decided = _routed(world, request, plan)
     if request.phase is Phase.SUBMITTED:

@@ -12,11 +12,11 @@ from typing import TypeVar
 
 import msgspec
 
-from forebay.core.routing.candidates import find_candidates, find_retry_candidates, must_queue
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.evaluation import evaluate
 from forebay.core.routing.plan import Plan, StageCandidates
-from forebay.core.routing.stages import find_decode_candidates, find_prefill_candidates
+from forebay.core.selection.candidates import find_candidates, find_retry_candidates, must_queue
+from forebay.core.selection.evaluation import evaluate
+from forebay.core.selection.stages import find_decode_candidates, find_prefill_candidates
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.world import World
 from forebay.events.control import BusyThresholds, DisaggConfig, PoolConfigured
@@ -102,7 +102,7 @@ def counterfactual(world: World, pool: PoolConfigured, history: Plan) -> Counter
 
 
 def _candidates(world: World, pool: PoolConfigured, history: Plan, request: ActiveRequest) -> StageCandidates:
-    """Return the candidates of the recorded stage under the alternative configuration `pool`, as the planner does."""
+    """Return the candidates of the recorded stage under the alternative configuration `pool`."""
     busy, again = _busy(world, pool), request.was_dispatched
     if history.stage == "prefill":
         return find_prefill_candidates(world, pool, request, busy, again=again)

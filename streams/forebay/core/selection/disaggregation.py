@@ -7,10 +7,10 @@ disaggregation (isl_bounding, prefill_load, isl_or_load; classic: the rule of it
 from dataclasses import replace
 
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.evaluation import evaluate
 from forebay.core.routing.plan import Plan, StageCandidates
-from forebay.core.routing.pools import choose_prefill_pool
-from forebay.core.routing.stages import find_prefill_candidates
+from forebay.core.selection.evaluation import evaluate
+from forebay.core.selection.pool_selection import choose_prefill_pool
+from forebay.core.selection.stages import find_prefill_candidates
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.roster import Roster
 from forebay.core.world import World

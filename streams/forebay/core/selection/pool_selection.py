@@ -5,11 +5,11 @@ Without rules for the pools of a model, the first pool by name with a ready work
 
 from collections.abc import Collection, Sequence
 
-from forebay.core.routing.candidates import find_candidates, find_retry_candidates, must_queue
-from forebay.core.routing.capacity import is_room_reserved, ranks_with_room
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.pool_choice import Availability, PoolPreference, choose, prefer, prefer_current, prefer_faster
-from forebay.core.routing.stages import as_prefill_request
+from forebay.core.selection.candidates import find_candidates, find_retry_candidates, must_queue
+from forebay.core.selection.capacity import is_room_reserved, ranks_with_room
+from forebay.core.selection.stages import as_prefill_request
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.fleet import WorkerPhase
 from forebay.core.state.roster import session_roster

@@ -1,19 +1,24 @@
 """Plan the next stage of a request: select a worker rank, or a place in the router's queue if no rank has room.
 
-Every function only reads the world. `forebay.core.execute` books the returned plans. A plan has the cost table of the
+Every function only reads the world. `forebay.core.booking` books the returned plans. A plan has the cost table of the
 pool whose rank is selected. Conditional disaggregation may compute the tables of a decode pool and its prefill pool,
 and the plan keeps one of them.
 """
 
 from dataclasses import dataclass
 
-from forebay.core.routing.candidates import find_candidates, find_retry_candidates, find_suspect_candidates, must_queue
-from forebay.core.routing.capacity import is_room_reserved, queue_capacity, ranks_with_room
-from forebay.core.routing.disaggregation import locate_prompt, must_compute_locally, requires_remote_prefill
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.evaluation import count_uncached_tokens, evaluate
 from forebay.core.routing.plan import Plan, QueuePlan, StageCandidates
-from forebay.core.routing.stages import as_decode_request, find_decode_candidates, find_encode_candidates
+from forebay.core.selection.candidates import (
+    find_candidates,
+    find_retry_candidates,
+    find_suspect_candidates,
+    must_queue,
+)
+from forebay.core.selection.capacity import is_room_reserved, queue_capacity, ranks_with_room
+from forebay.core.selection.disaggregation import locate_prompt, must_compute_locally, requires_remote_prefill
+from forebay.core.selection.evaluation import count_uncached_tokens, evaluate
+from forebay.core.selection.stages import as_decode_request, find_decode_candidates, find_encode_candidates
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.queue import class_of
 from forebay.core.state.roster import Roster

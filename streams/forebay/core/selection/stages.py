@@ -18,10 +18,10 @@ from functools import lru_cache
 
 import msgspec
 
-from forebay.core.routing.candidates import find_candidates, find_retry_candidates
 from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.evaluation import apply_override
 from forebay.core.routing.plan import StageCandidates
+from forebay.core.selection.candidates import find_candidates, find_retry_candidates
+from forebay.core.selection.evaluation import apply_override
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.roster import Roster
 from forebay.core.state.submitted_request import SubmittedRequest
