@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from forebay.cli.simulate.simulations import SimulationRun
+from forebay.analysis.runs import SimulationRun
 from forebay.events.control import RouterConfig
 from forebay.simulate.outcome import (
     RequestOutcome,

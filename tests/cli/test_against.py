@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.cli.simulate.against import STATISTICS
+from forebay.analysis.comparison import STATISTICS
 from forebay.events.codec import decode, encode
 from forebay.events.control import DisaggConfig, DisaggPolicy, PoolConfigured, RouterConfig
 from forebay.events.decisions import RequestRouted, SnapshotTaken

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forebay.cli.simulate.planned import size_changes
+from forebay.analysis.runs import size_changes
 from forebay.simulate.workloads.rows import MooncakeRow
 from tests.cli.in_process import error_of, forebay, json_of
 from tests.cli.report_page import Page

@@ -14,8 +14,9 @@ from forebay.events.kv import StoreBlocksAdded
 from forebay.events.requests import RequestCancelled, RoutingHints, Sampling
 from forebay.events.snapshots import Chunk
 from forebay.events.topics import FLEET, REQUESTS
+from forebay.runtime.errors import ConfigError
 from forebay.simulate.arrivals import Arrival
-from forebay.simulate.resumed import NotSimulable, ResumedOutcome, SimulatedHardware, resume
+from forebay.simulate.resumed import ResumedOutcome, SimulatedHardware, resume
 from forebay.simulate.settings import Delay, Delays, Transfer
 from forebay.simulate.tiers.settings import FleetTiers, HostTier, StoreTier
 from tests.core.worlds import Driver, joined, pool, request
@@ -56,9 +57,7 @@ def test_caches_start_with_the_blocks_of_the_index_and_other_tiers_start_empty()
         found = resumed(drive, submit("r", CHAIN[:12]), hardware=hardware).served["r"]
         assert (found.worker, found.cached_tokens, found.host_tokens, found.store_tokens) == (1, 3 * BLOCK, 0, 0)
     small = SimulatedHardware(tiers=FleetTiers(host=HostTier(size="1KB")))
-    with pytest.raises(
-        NotSimulable, match="tiers of worker a: host: got a size of 1KB, but one block has 524288 bytes"
-    ):
+    with pytest.raises(ConfigError, match="tiers of worker a: host: got a size of 1KB, but one block has 524288 bytes"):
         resumed(drive, submit("r", CHAIN[:12]), hardware=small)
 
 
@@ -174,5 +173,5 @@ def test_a_joining_prefill_worker_takes_over_from_one_lost_while_sending() -> No
 
 
 def test_a_worker_of_inconsistent_sizes_is_rejected() -> None:
-    with pytest.raises(NotSimulable, match=r"worker a .*max_num_batched_tokens"):
+    with pytest.raises(ConfigError, match=r"worker a .*max_num_batched_tokens"):
         resumed(fleet("a", max_num_seqs=100), submit("r", CHAIN[:3]))

@@ -24,6 +24,7 @@ from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import Chunk, IndexBlocks, IndexCursor, StoreBlocks, StoreDropped, WorkerState
 from forebay.events.topics import FLEET
 from forebay.events.versions import EVENTS_VERSION
+from forebay.runtime.errors import prefixed
 from forebay.simulate.arrivals import Arrival, ListedArrivals
 from forebay.simulate.cluster import NO_TRANSFER, OnArrived, SimulatedCluster
 from forebay.simulate.delays import ROUTER, Hops
@@ -31,13 +32,9 @@ from forebay.simulate.outcome import RequestOutcome
 from forebay.simulate.rank import EngineRank, needs_reports
 from forebay.simulate.settings import Delays, Transfer
 from forebay.simulate.tiers.fleet import TierFleet, store_name
-from forebay.simulate.tiers.settings import FleetTiers, TierUnusable
+from forebay.simulate.tiers.settings import FleetTiers
 
 NO_DELAYS = Delays()
-
-
-class NotSimulable(Exception):
-    """A state cannot be simulated. The message says why."""
 
 
 class SimulatedHardware(msgspec.Struct, frozen=True):
@@ -81,7 +78,7 @@ def resume(
             worker that joins starts with an empty cache, and a worker that is lost dies at that moment.
         speedup: how much faster than their model the engines run.
 
-    Raises NotSimulable if the sizes of a worker contradict each other.
+    Raises ConfigError if the sizes of a worker contradict each other.
     """
     state = list(_device_chunks(state))
     world = restore(state, custom)
@@ -177,10 +174,8 @@ class _ResumedCluster(SimulatedCluster):
         if spec.kv_layout is not None:
             block_bytes = spec.kv_layout.block_bytes
         on_changed = partial(self._rank_tiers_changed, key)
-        try:
+        with prefixed(f"tiers of worker {spec.worker_id}"):
             tiers = self._tier_fleet.build(chosen, spec.model, config, block_bytes, on_changed)
-        except TierUnusable as error:
-            raise NotSimulable(f"tiers of worker {spec.worker_id}: {error}") from None
         if not spec.kv_store:
             spec = msgspec.structs.replace(spec, kv_store=store_name(chosen, spec.model))
         engine = EngineModel(config) if tiers is None else tiers.engine
@@ -194,7 +189,7 @@ class _ResumedCluster(SimulatedCluster):
 
 
 def _config(spec: WorkerSpec, timing: EngineTiming) -> EngineConfig:
-    try:
+    with prefixed(f"worker {spec.worker_id} cannot be modelled"):
         return EngineConfig(
             vocabulary=None,  # a simulation needs no output text
             block_size=spec.block_size,
@@ -203,5 +198,3 @@ def _config(spec: WorkerSpec, timing: EngineTiming) -> EngineConfig:
             max_num_batched_tokens=spec.max_num_batched_tokens,
             timing=timing,
         )
-    except ValueError as error:
-        raise NotSimulable(f"worker {spec.worker_id} cannot be modelled: {error}") from None

@@ -15,6 +15,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from forebay.analysis.runs import Job, SimulationRun, simulate_run
 from forebay.cli.common.errors import BROKEN, explained, fail
 from forebay.cli.common.survey import print_survey, survey_lines
 from forebay.cli.common.tables import in_markup, results, table
@@ -37,9 +38,9 @@ from forebay.cli.simulate.options import (
     to_json,
     workload_options,
 )
-from forebay.cli.simulate.planned import read_planner, targets_of
+from forebay.cli.simulate.planned import planning_of, read_planner, targets_of
 from forebay.cli.simulate.report.page import require_report, write_report
-from forebay.cli.simulate.simulations import Job, SimulationRun, Work, reason, run_all, simulate_run
+from forebay.cli.simulate.simulations import Work, reason, run_all
 from forebay.events.control import RouterConfig
 from forebay.processes.notices import complain
 from forebay.runtime.errors import ConfigError
@@ -137,8 +138,9 @@ def _plan(
         opened = open_workload(workload, options)
         survey = opened.survey()
         require_servable(opened, settings)
+    planning = None if planner is None else partial(planning_of, planner)
     jobs = [
-        Job(name, settings, router, workload, options, survey.requests, planner) for name, router in routers.items()
+        Job(name, settings, router, workload, options, survey.requests, planning) for name, router in routers.items()
     ]
     return _Plan(opened.name, survey, settings, options, routers, slo, jobs, planner)
 

@@ -13,50 +13,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-import msgspec
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from forebay.analysis.runs import OnDone
 from forebay.cli.common.tables import bar
 from forebay.cli.common.terminal import own_stdout
-from forebay.cli.planner.planner_file import PlannerFile
-from forebay.cli.simulate.planned import planned_metrics, planning_of
-from forebay.events.control import RouterConfig
-from forebay.replay.policies import load_policies
-from forebay.simulate.outcome import SimulationOutcome, summary
-from forebay.simulate.reading import open_workload
-from forebay.simulate.settings import Settings
-from forebay.simulate.simulation import Simulation
-from forebay.simulate.slo import Slo, goodput
-from forebay.simulate.workload import WorkloadOptions
 
 LOOK_EVERY_S = 0.2
-S_PER_HOUR = 3600
-US_PER_S = 1e6
 
 T = TypeVar("T")
-OnDone = Callable[[int], object]
 _process: dict[str, Any] = {}  # arguments of a worker process; an executor's initializer can only set globals
-
-
-class Job(msgspec.Struct, frozen=True):
-    """One simulation to run, by the process that opens its workload. `requests` are expected, for the progress."""
-
-    name: str
-    settings: Settings
-    router: RouterConfig
-    workload: str
-    options: WorkloadOptions = WorkloadOptions()
-    requests: int = 0
-    planner: PlannerFile | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SimulationRun:
-    name: str
-    settings: Settings
-    router: RouterConfig
-    outcome: SimulationOutcome  # outcome of every request; empty if `simulate_run` was called without `whole`
-    summary: dict[str, Any]  # metrics of the run, as `--json` prints them
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,37 +32,6 @@ class Work(Generic[T]):
     total: int  # amount of work, in units of `do`
     # Picklable function that does the work. It calls its argument with the amount of work done so far.
     do: Callable[[OnDone], T]
-
-
-def play(job: Job, on_done: OnDone) -> SimulationOutcome:
-    """Run a simulation in this process. `on_done` is called with the number of requests that have arrived."""
-    routers = [job.router, *(pool.router for pool in job.settings.pools if pool.router is not None)]
-    custom = load_policies(router.mode for router in routers)
-    simulation = Simulation(job.settings, job.router, custom, planning_of(job.planner))
-    return simulation.run(open_workload(job.workload, job.options), on_done)
-
-
-def run_metrics(job: Job, outcome: SimulationOutcome, slo: Slo | None) -> dict[str, Any]:
-    """Return the metrics of a simulation as printed in JSON."""
-    statistics = summary(outcome, len(outcome.workers))
-    statistics["retried"] = sum(attempts > 1 for attempts in outcome.requests.column("attempts"))
-    statistics["lasted_s"] = outcome.lasted_us / US_PER_S
-    statistics["gpu_hours"] = outcome.gpu_s / S_PER_HOUR
-    if slo is not None and outcome.planned:
-        statistics["planner"] = planned_metrics(outcome, slo)
-    return statistics if slo is None else {**statistics, **goodput(outcome, slo)}
-
-
-def simulate_metrics(job: Job, slo: Slo | None, on_done: OnDone) -> dict[str, Any]:
-    return run_metrics(job, play(job, on_done), slo)
-
-
-def simulate_run(job: Job, slo: Slo | None, whole: bool, on_done: OnDone) -> SimulationRun:
-    """Run a simulation in this process. The outcomes of single requests are kept only if `whole` is true."""
-    outcome = play(job, on_done)
-    return SimulationRun(
-        job.name, job.settings, job.router, outcome if whole else SimulationOutcome(), run_metrics(job, outcome, slo)
-    )
 
 
 def reason(error: Exception) -> str:

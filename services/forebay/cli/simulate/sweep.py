@@ -11,6 +11,7 @@ import click
 import msgspec
 from rich.console import Console
 
+from forebay.analysis.runs import Job, capacity_metrics, simulate_metrics
 from forebay.cli.common.errors import explained
 from forebay.cli.common.survey import print_survey
 from forebay.cli.simulate.command import SweepCommand
@@ -25,15 +26,14 @@ from forebay.cli.simulate.options import (
     to_json,
     workload_options,
 )
-from forebay.cli.simulate.simulations import Job, OnDone, Work, play, reason, run_all, run_metrics, simulate_metrics
+from forebay.cli.simulate.simulations import Work, reason, run_all
 from forebay.cli.simulate.sweep_axes import Combination, axes_of, combinations
 from forebay.cli.simulate.sweep_view import attaining, show
 from forebay.processes.notices import complain
 from forebay.runtime.errors import ConfigError, prefixed
-from forebay.simulate.capacity import SpeedTrial, search
 from forebay.simulate.pareto import costs, optimal
 from forebay.simulate.reading import open_workload
-from forebay.simulate.slo import Slo, requests_per_s
+from forebay.simulate.slo import Slo
 from forebay.simulate.workload import Survey, Workload, WorkloadOptions
 
 STEPS_EXPECTED = 10  # simulations per capacity search, for progress
@@ -137,28 +137,7 @@ def _work(job: Job, slo: Slo | None, attain: float, find_capacity: bool) -> Work
     if not find_capacity:
         return Work(job.requests, partial(simulate_metrics, job, slo))
     assert slo is not None
-    return Work(job.requests * STEPS_EXPECTED, partial(_capacity_of, job, slo, attain))
-
-
-def _capacity_of(job: Job, slo: Slo, attain: float, on_done: OnDone) -> Metrics:
-    """Return the metrics at the highest rate that meets the SLO, or at nearly zero load if no rate does."""
-    tried: dict[float, Metrics] = {}
-
-    def measure(speed: float) -> SpeedTrial:
-        at_speed = msgspec.structs.replace(job, options=msgspec.structs.replace(job.options, speed=speed))
-        before = len(tried) * job.requests
-        outcome = play(at_speed, lambda done: on_done(before + done))
-        tried[speed] = run_metrics(at_speed, outcome, slo)
-        attained = tried[speed]["attained"]
-        return SpeedTrial(speed, requests_per_s(outcome), attained, holds=attained >= attain)
-
-    found = search(measure, job.options.speed)
-    best = found.step
-    return {
-        **tried[min(tried) if best is None else best.speed],
-        "capacity_per_s": 0.0 if best is None else best.requests_per_s,
-        "capacity": {**msgspec.to_builtins(found), "attain": attain},
-    }
+    return Work(job.requests * STEPS_EXPECTED, partial(capacity_metrics, job, slo, attain))
 
 
 def _runs(

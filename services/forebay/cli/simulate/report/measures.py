@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from forebay.analysis.runs import SimulationRun
 from forebay.cli.simulate.report.chart import COLOURS
-from forebay.cli.simulate.simulations import SimulationRun
 from forebay.simulate.slo import Slo, goodput, latencies_us
 
 # Round limits, 35 per decade, so that common values such as 500 ms are among them.

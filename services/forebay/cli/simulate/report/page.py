@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 from rich.progress import SpinnerColumn, TextColumn
 
+from forebay.analysis.runs import SimulationRun
 from forebay.cli.common.errors import BROKEN, fail
 from forebay.cli.common.tables import bar
 from forebay.cli.common.terminal import printable
@@ -28,7 +29,6 @@ from forebay.cli.simulate.report.words import (
     settings_shown,
     slo_text,
 )
-from forebay.cli.simulate.simulations import SimulationRun
 from forebay.simulate.slo import Slo
 
 RUNS_MAX = 12  # runs on one page; charts with more lines are unreadable

@@ -1,0 +1,1 @@
+"""Analyses that need both the replay of a recording and the simulator."""
