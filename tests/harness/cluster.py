@@ -26,7 +26,7 @@ from forebay.core.world import CORE_VERSION
 from forebay.events.codec import DecodeError, decode, unknown_tag
 from forebay.events.decisions import OwnerClaimed, RequestRouted
 from forebay.events.topics import DECISIONS, FLEET, TOKENS, Topic
-from forebay.journal.reader import Validity, decode_journal
+from forebay.journal.records import Validity, decode_journal
 from forebay.transport.base import Record, records_of
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import RouterHeartbeats

@@ -14,7 +14,7 @@ from forebay.events.codec import DecodeError, decode
 from forebay.events.decisions import RequestRouted
 from forebay.events.shadow import DecisionShadowed, ShadowStarted
 from forebay.events.topics import HEARTBEATS, SHADOW
-from forebay.journal.reader import Validity, journal
+from forebay.journal.records import Validity, journal
 from forebay.transport.base import Draft
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings

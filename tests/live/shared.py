@@ -18,9 +18,9 @@ from forebay.events.control import RouterConfig
 from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import WorkerLost
 from forebay.events.topics import DECISIONS, FLEET
-from forebay.journal import reader
+from forebay.journal import records
 from forebay.journal import snapshots as recorded_snapshots
-from forebay.journal.reader import Validity, journal
+from forebay.journal.records import Validity, journal
 from forebay.live import standby
 from forebay.live.owner import owner, snapshot_writer
 from forebay.live.owner.metrics import OwnerMetrics
@@ -362,7 +362,7 @@ async def run_until_append(system: System, appends: int, **changes: int) -> bool
 
 OTHER = CORE_VERSION + 1
 OTHER_RELEASE = "0.9.9"
-MODULES = (owner, snapshot_writer, standby, reader, recorded_snapshots)
+MODULES = (owner, snapshot_writer, standby, records, recorded_snapshots)
 
 
 class Program:

@@ -20,7 +20,7 @@ from forebay.events.tokens import TokenChunk, TokensEmitted
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, INPUTS, REQUESTS, SNAPSHOTS, TOKENS
 from forebay.journal import snapshots as recorded
 from forebay.journal.groups import groups_of
-from forebay.journal.reader import Validity, journal
+from forebay.journal.records import Validity, journal
 from forebay.journal.snapshots import load_snapshot, newest_snapshot
 from forebay.journal.start import oldest_state
 from forebay.live.owner.owner import GroupSettings, Owner

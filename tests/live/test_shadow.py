@@ -20,7 +20,7 @@ from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted
 from forebay.events.fleet import WorkerLost
 from forebay.events.shadow import DecisionShadowed, ShadowEvent, ShadowStarted
 from forebay.events.topics import DECISIONS, SHADOW, topic_named
-from forebay.journal.reader import OtherRules
+from forebay.journal.records import OtherRules
 from forebay.live.shadow import shadow as shadow_module
 from forebay.live.shadow.shadow import Shadow, ShadowMetrics, ShadowSettings, TopicSink
 from forebay.live.standby import RecoveryDiverged

@@ -18,8 +18,8 @@ from forebay.core.world import CORE_VERSION
 from forebay.events.codec import encode
 from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted, Sealed
 from forebay.events.topics import DECISIONS, SNAPSHOTS
-from forebay.journal import reader as recorded
-from forebay.journal.reader import OtherRules, Validity, journal
+from forebay.journal import records as recorded
+from forebay.journal.records import OtherRules, Validity, journal
 from forebay.journal.snapshots import OtherState
 from forebay.journal.start import recorded_view
 from forebay.live import standby as standby_module

@@ -19,7 +19,7 @@ from forebay.events.decisions import Advanced, JournalRecord, OwnerClaimed, Snap
 from forebay.events.snapshots import SnapshotChunk
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS, topic_named
 from forebay.events.versions import EVENTS_VERSION
-from forebay.journal.reader import decode_or_none
+from forebay.journal.records import decode_or_none
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import Driver, actions, perform

@@ -22,7 +22,7 @@ from forebay.events.decisions import Advanced, OwnerClaimed, RequestHeld, Reques
 from forebay.events.fleet import OwnershipAnnounced, WorkerLost
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS
-from forebay.journal.reader import decode_journal
+from forebay.journal.records import decode_journal
 from forebay.replay.at import JournalDiverged, NoSuchRecord, last_time, offset_at, seek, seek_record, seek_time
 from forebay.replay.moment import LaterFacts, Moment
 from forebay.runtime.system import SystemRuntime

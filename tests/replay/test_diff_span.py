@@ -14,7 +14,7 @@ from forebay.core.world import World
 from forebay.events.codec import decode, encode
 from forebay.events.decisions import RequestRouted, SnapshotTaken
 from forebay.events.topics import DECISIONS
-from forebay.journal.reader import decode_journal
+from forebay.journal.records import decode_journal
 from forebay.replay.at import seek
 from forebay.replay.diff.diff import EmptySpan, diff, span_of
 from forebay.replay.diff.report import DiffReport

@@ -21,7 +21,7 @@ from forebay.events.requests import RequestCancelled, RouterOverride, RoutingHin
 from forebay.events.topics import DECISIONS, KV_EVENTS
 from forebay.events.versions import EVENTS_VERSION
 from forebay.journal.groups import groups_of
-from forebay.journal.reader import decode_journal, journal_records
+from forebay.journal.records import decode_journal, journal_records
 from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import CandidateCost, Explanation, Routing
 from forebay.replay.explain.find import RequestRecord, UnknownRequest

@@ -17,7 +17,7 @@ from forebay.events.kv import BlocksRemoved
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RouterOverride, TaintWeight
 from forebay.events.topics import DECISIONS
-from forebay.journal.reader import decode_journal
+from forebay.journal.records import decode_journal
 from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Routing
 from forebay.replay.explain.selection_changes import NUMBERS, OTHER_POLICIES, changes_of

@@ -31,7 +31,7 @@ from forebay.events.kv import BlocksStored, StoreBlocksRemoved
 from forebay.events.progress import EncodeFinished, FirstTokenEmitted, PrefillFinished
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, INPUTS
-from forebay.journal.reader import OtherRules, decode_or_none
+from forebay.journal.records import OtherRules, decode_or_none
 from forebay.replay.record.slice import copy
 from forebay.replay.verify.golden import check_recording
 from forebay.replay.verify.verify import VerifyReport

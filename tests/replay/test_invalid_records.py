@@ -21,7 +21,7 @@ from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestHeld, RequestRouted, SnapshotRecord
 from forebay.events.snapshots import SnapshotChunk, WorldState
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
-from forebay.journal.reader import Validity, journal
+from forebay.journal.records import Validity, journal
 from forebay.journal.snapshots import load_snapshot, newest_snapshot
 from forebay.journal.start import EMPTY_STATE, recorded_view
 from forebay.live.standby import RecoveryDiverged, Standby

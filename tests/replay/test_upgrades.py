@@ -25,7 +25,7 @@ from forebay.events.topics import DECISIONS
 from forebay.ingress.errors import ApiError
 from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
-from forebay.journal.reader import OtherRules, journal_records
+from forebay.journal.records import OtherRules, journal_records
 from forebay.journal.snapshots import load_sealed, load_snapshot
 from forebay.replay.at import seek, seek_record, seek_time
 from forebay.replay.catalog import checkpoints, follow

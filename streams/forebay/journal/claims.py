@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from forebay.events.decisions import OwnerClaimed, Sealed
 from forebay.events.topics import DECISIONS
-from forebay.journal.reader import (
+from forebay.journal.records import (
     OwnedState,
     RecordStamp,
     Validity,

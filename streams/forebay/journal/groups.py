@@ -5,7 +5,7 @@ from forebay.events.control import PolicySet, PoolConfigured
 from forebay.events.snapshots import WorldState
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, SNAPSHOTS
 from forebay.journal.claims import valid_claims
-from forebay.journal.reader import events_of
+from forebay.journal.records import events_of
 from forebay.journal.snapshots import snapshots_taken, state_of
 from forebay.transport.base import Log
 from forebay.transport.directory import PARTITION

@@ -20,7 +20,7 @@ from forebay.events.codec import DecodeError, decode
 from forebay.events.decisions import Advanced, OwnerClaimed, Sealed, SnapshotRecord
 from forebay.events.snapshots import Chunk, SnapshotChunk, WorldState
 from forebay.events.topics import DECISIONS, SNAPSHOTS
-from forebay.journal.reader import (
+from forebay.journal.records import (
     JournalBroken,
     OtherRules,
     can_continue,

@@ -8,7 +8,7 @@ from forebay.core.step import CLOCK
 from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import OwnerClaimed, SnapshotRecord
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
-from forebay.journal.reader import Validity, journal, record_at
+from forebay.journal.records import Validity, journal, record_at
 from forebay.journal.snapshots import BEGINNING, newest_snapshot, snapshots_taken, state_of
 from forebay.transport.base import Log, LogError
 

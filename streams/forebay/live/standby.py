@@ -29,7 +29,7 @@ from forebay.events.decisions import (
     SnapshotTaken,
 )
 from forebay.events.topics import DECISIONS, SNAPSHOTS
-from forebay.journal.reader import (
+from forebay.journal.records import (
     JournalBroken,
     OtherRules,
     RecordedOrder,

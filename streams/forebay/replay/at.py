@@ -29,7 +29,7 @@ from forebay.events.fleet import OwnershipAnnounced, WorkerLost
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, FLEET, INPUTS, REQUESTS, Topic
 from forebay.journal.claims import validity_at
-from forebay.journal.reader import (
+from forebay.journal.records import (
     OtherRules,
     RecordedOrder,
     Validity,

@@ -14,7 +14,7 @@ from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import OwnerClaimed
 from forebay.events.topics import DECISIONS
 from forebay.journal.claims import read_claim, valid_claims, validity_at
-from forebay.journal.reader import OtherRules, Validity, journal, journal_records
+from forebay.journal.records import OtherRules, Validity, journal, journal_records
 from forebay.journal.snapshots import (
     load_continued,
     load_snapshot,

@@ -17,7 +17,7 @@ from forebay.events.codec import encode
 from forebay.events.decisions import ConsumedRun, JournalRecord, OwnerClaimed, SnapshotRecord
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.journal.claims import ValidClaim, valid_claims, validity_at
-from forebay.journal.reader import HistoryAbandoned, OtherRules, RecordedOrder, Validity, journal_records
+from forebay.journal.records import HistoryAbandoned, OtherRules, RecordedOrder, Validity, journal_records
 from forebay.journal.snapshots import (
     load_continued,
     load_snapshot,

@@ -13,7 +13,7 @@ from forebay.core.step import CLOCK, AnyDecision, InputEvent
 from forebay.core.world import World
 from forebay.events.decisions import JournalRecord
 from forebay.events.topics import DECISIONS, INPUTS
-from forebay.journal.reader import decode_or_none
+from forebay.journal.records import decode_or_none
 from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog.contents import ContentsObserver
 from forebay.replay.catalog.follow import Follower

@@ -20,7 +20,7 @@ from forebay.events.codec import encode
 from forebay.events.decisions import JournalRecord, RequestRouted
 from forebay.events.progress import RequestFinished
 from forebay.events.topics import DECISIONS, REQUESTS, Topic
-from forebay.journal.reader import decode_journal
+from forebay.journal.records import decode_journal
 from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog import store as store_module
 from forebay.replay.catalog.live import LivePublisher, read_live

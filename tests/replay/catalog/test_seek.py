@@ -12,7 +12,7 @@ from forebay.events.decisions import RequestRejected, RequestRouted
 from forebay.events.progress import RequestFinished
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, REQUESTS
-from forebay.journal.reader import events_of
+from forebay.journal.records import events_of
 from forebay.replay.at import NoSuchRecord, Position, last_time, seek_record, seek_time
 from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog.follow import Follower

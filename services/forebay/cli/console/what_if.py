@@ -16,7 +16,7 @@ from forebay.console.jobs import WhatIf, WhatIfFrame
 from forebay.console.settings import ConsoleSettings
 from forebay.ingress.child_process import ChildConnection
 from forebay.ingress.explain_worker import opened_log
-from forebay.journal.reader import SpanEnds
+from forebay.journal.records import SpanEnds
 from forebay.replay.diff.diff import span_of
 from forebay.replay.diff.report import DiffReport
 from forebay.runtime.errors import ConfigError

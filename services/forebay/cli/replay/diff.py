@@ -18,7 +18,7 @@ from forebay.cli.replay.diff_view import show
 from forebay.cli.replay.verify import shown_progress
 from forebay.core.routing.policies import CustomPolicies
 from forebay.journal.groups import pools_of
-from forebay.journal.reader import OtherRules, SpanEnds
+from forebay.journal.records import OtherRules, SpanEnds
 from forebay.replay.diff.diff import Span, diff, span_of
 from forebay.replay.diff.report import DiffReport
 from forebay.replay.verify.verify import OnProgress

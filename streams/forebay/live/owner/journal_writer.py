@@ -14,7 +14,7 @@ from forebay.events.base import Event
 from forebay.events.codec import encode
 from forebay.events.decisions import JournalRecord, OwnerClaimed
 from forebay.events.topics import DECISIONS
-from forebay.journal.reader import Validity, journal_records
+from forebay.journal.records import Validity, journal_records
 from forebay.transport.base import Draft, Log, LogError
 
 SEQ_END = 1 << 63  # above all sequence numbers, so every other record with this owner's nonce repeats one of its own

@@ -22,7 +22,7 @@ from forebay.events.decisions import SnapshotRecord
 from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import WorldState
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, INPUTS, MODELS, REQUESTS, SNAPSHOTS, TOKENS
-from forebay.journal.reader import decode_journal, decode_or_none
+from forebay.journal.records import decode_journal, decode_or_none
 from forebay.journal.snapshots import check_snapshot_beside, newest_snapshot
 from forebay.live.owner.owner import Owner
 from forebay.live.owner.submissions import SubmissionReader

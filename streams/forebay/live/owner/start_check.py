@@ -21,7 +21,7 @@ from forebay.events.codec import encode
 from forebay.events.groups import GroupPlaced
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, INPUTS, TOKENS
 from forebay.journal.groups import groups_of
-from forebay.journal.reader import OtherRules
+from forebay.journal.records import OtherRules
 from forebay.live.owner.submissions import SubmissionReader
 from forebay.live.standby import RecoveryDiverged, Standby
 from forebay.transport.base import PAGE_RECORDS, Draft, LogError, LogSync, PolicyNotAllowed

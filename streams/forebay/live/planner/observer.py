@@ -16,7 +16,7 @@ from forebay.events.codec import DecodeError
 from forebay.events.scaling import PoolObserved, PoolScaling
 from forebay.events.snapshots import Booking, Reported, RequestState, WorkerState, WorldState
 from forebay.events.topics import DECISIONS, FLEET, METRICS, PROGRESS, REQUESTS, Topic
-from forebay.journal.reader import Validity
+from forebay.journal.records import Validity
 from forebay.journal.snapshots import newest_snapshot, owner_state, parts_of
 from forebay.transport.base import Log, LogError, Record, Tail, event_of, records_of
 from forebay.transport.directory import Directory

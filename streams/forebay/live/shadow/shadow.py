@@ -34,7 +34,7 @@ from forebay.events.control import PoolConfigured
 from forebay.events.decisions import JournalRecord, RequestRouted, RouteAnswered
 from forebay.events.shadow import DecisionShadowed, ShadowEvent, ShadowStarted
 from forebay.events.topics import DECISIONS, SHADOW
-from forebay.journal.reader import OtherRules
+from forebay.journal.records import OtherRules
 from forebay.journal.snapshots import newest_snapshot
 from forebay.live.standby import RecoveryDiverged, Standby
 from forebay.transport.base import Draft, Log, LogError, PolicyNotAllowed, Record

@@ -27,7 +27,7 @@ from forebay.events.decisions import Advanced, JournalRecord, RequestAborted, Sn
 from forebay.events.fleet import WorkerJoined
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, GROUPS, REQUESTS, topic_named
-from forebay.journal.reader import RecordedOrder, Validity, events_of
+from forebay.journal.records import RecordedOrder, Validity, events_of
 from forebay.journal.snapshots import MissingChunk, checksum_of
 from forebay.replay.anonymize.events import KEY_BYTES, EventAnonymizer
 from forebay.replay.read_only import SliceLog

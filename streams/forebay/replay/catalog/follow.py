@@ -23,7 +23,7 @@ from forebay.core.state.fleet import FleetWorker
 from forebay.core.step import AnyDecision, InputEvent
 from forebay.events.fleet import WorkerLost
 from forebay.events.topics import DECISIONS, FLEET
-from forebay.journal.reader import HistoryAbandoned, OtherRules, UnreadableDecision
+from forebay.journal.records import HistoryAbandoned, OtherRules, UnreadableDecision
 from forebay.journal.start import begins_of
 from forebay.replay.at import JournalDiverged, read_losses
 from forebay.replay.catalog import checkpoints

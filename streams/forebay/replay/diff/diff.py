@@ -10,7 +10,7 @@ from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.selection.counterfactual import Alternative
 from forebay.core.step import AnyDecision
 from forebay.events.topics import DECISIONS
-from forebay.journal.reader import journal
+from forebay.journal.records import journal
 from forebay.replay.at import NoSuchRecord, last_clock, offset_at
 from forebay.replay.diff.comparison import Comparison
 from forebay.replay.diff.counterfactual_world import Named, names_nothing

@@ -16,7 +16,7 @@ from forebay.events.fleet import WorkerFact
 from forebay.events.progress import ProgressEvent
 from forebay.events.requests import RequestCancelled, RouteQueried
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS, REQUESTS, Topic
-from forebay.journal.reader import HistoryAbandoned, OtherRules, decode_or_none
+from forebay.journal.records import HistoryAbandoned, OtherRules, decode_or_none
 from forebay.replay.explain.explanation import Explanation, SubmissionEvent, TimelineEntry
 from forebay.replay.explain.find import (
     Mentions,

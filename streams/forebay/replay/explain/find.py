@@ -27,7 +27,7 @@ from forebay.events.names import NEAR_MAX, unknown_name
 from forebay.events.request_ids import aliases_of
 from forebay.events.requests import RequestSubmitted, RouteQueried
 from forebay.events.topics import DECISIONS, REQUESTS
-from forebay.journal.reader import decode_journal, decode_or_none, journal_records
+from forebay.journal.records import decode_journal, decode_or_none, journal_records
 from forebay.journal.start import recorded_view
 from forebay.replay.spans import valid_offsets
 from forebay.transport.base import PAGE_RECORDS, Log, records_of

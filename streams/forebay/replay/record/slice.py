@@ -14,7 +14,7 @@ from typing import NamedTuple
 from forebay.core.step import AnyDecision
 from forebay.events.decisions import OwnerClaimed, SnapshotRecord
 from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SCALING, SNAPSHOTS
-from forebay.journal.reader import Validity, decode_journal, journal, journal_records
+from forebay.journal.records import Validity, decode_journal, journal, journal_records
 from forebay.journal.snapshots import chunks_end, newest_snapshot, snapshots_taken
 from forebay.journal.start import EMPTY_STATE, StoredState, begins_of, continued_view, usable_state
 from forebay.transport.base import PAGE_RECORDS, Log, LogError, Record

@@ -16,7 +16,7 @@ import msgspec
 
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.journal.groups import groups_of
-from forebay.journal.reader import OtherRules
+from forebay.journal.records import OtherRules
 from forebay.replay.policies import require_allowed
 from forebay.replay.verify.divergence import DivergenceReport
 from forebay.replay.verify.verify import VerifyReport, include_scaling, verify

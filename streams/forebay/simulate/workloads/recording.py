@@ -20,7 +20,7 @@ from forebay.events.progress import RequestFinished
 from forebay.events.requests import NO_HINTS, RequestSubmitted
 from forebay.events.topics import DECISIONS, PROGRESS, REQUESTS
 from forebay.journal.groups import groups_of, pools_of
-from forebay.journal.reader import RecordedOrder, Validity, journal
+from forebay.journal.records import RecordedOrder, Validity, journal
 from forebay.journal.start import oldest_state
 from forebay.runtime.errors import ConfigError
 from forebay.simulate.workload import Turn
