@@ -18,7 +18,7 @@ from forebay.events.control import RouterConfig
 from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import WorkerLost
 from forebay.events.topics import DECISIONS, FLEET
-from forebay.journal import records
+from forebay.journal import reader, records
 from forebay.journal import snapshots as recorded_snapshots
 from forebay.journal.records import Validity, journal
 from forebay.live import standby
@@ -362,7 +362,7 @@ async def run_until_append(system: System, appends: int, **changes: int) -> bool
 
 OTHER = CORE_VERSION + 1
 OTHER_RELEASE = "0.9.9"
-MODULES = (owner, snapshot_writer, standby, records, recorded_snapshots)
+MODULES = (owner, snapshot_writer, standby, reader, records, recorded_snapshots)
 
 
 class Program:

@@ -491,7 +491,7 @@ async def test_only_the_assigned_router_claims_at_the_start(watch: Watch, monkey
     monkeypatch.setattr(succession, "SILENT_S", 0.0)
     monkeypatch.setattr(succession, "STAGGER_S", 0.0)
     watch.is_assigned = False
-    watch.standby.seal = 0  # the last owner stopped as planned
+    monkeypatch.setattr(Standby, "seal", 0)  # the last owner stopped as planned
     due = watch.begin()
     await watch.heard_other()
     assert not due.done()
@@ -512,11 +512,11 @@ async def test_a_router_that_starts_after_the_owner_died_does_not_wait_for_the_c
 async def test_a_blocked_standby_does_not_claim(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(succession, "SILENT_S", 0.0)
     monkeypatch.setattr(succession, "STAGGER_S", 0.0)
-    watch.standby.blocked = "the owner has other rules"
+    monkeypatch.setattr(Standby, "blocked", "the owner has other rules")
     due = watch.begin()
     await watch.heard_other()
     assert not due.done()
-    watch.standby.blocked = None
+    monkeypatch.setattr(Standby, "blocked", None)
     watch.heartbeats.changed.set()
     await require_due(due)
 

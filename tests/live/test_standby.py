@@ -21,13 +21,12 @@ from forebay.events.topics import DECISIONS, SNAPSHOTS
 from forebay.journal import records as recorded
 from forebay.journal.records import OtherRules, Validity, journal
 from forebay.journal.snapshots import OtherState
+from forebay.journal.spans import OtherSpan
 from forebay.journal.start import recorded_view
-from forebay.live import standby as standby_module
 from forebay.live.owner.owner import Owner, OwnershipLost
 from forebay.live.router import faust_feed
 from forebay.live.router.faust_feed import FaustLog, FedTail, Feed
 from forebay.live.standby import AbandonedTail, RecoveryDiverged, Standby
-from forebay.replay.spans import OtherSpan
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Draft, Log, LogError, Record
 from forebay.transport.sqlite.log import SqliteLog
@@ -83,7 +82,7 @@ async def test_a_standby_resumes_after_a_cancellation_at_any_point(
     log: SqliteLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cancelled at random points, the standby ends with the same state. Short pages make more such points."""
-    monkeypatch.setattr(standby_module, "PAGE_RECORDS", 4)
+    monkeypatch.setattr("forebay.transport.base.PAGE_RECORDS", 4)
     monkeypatch.setattr(recorded, "PAGE_RECORDS", 4)
     chance = random.Random(SEED)
     print(f"seed {SEED}")

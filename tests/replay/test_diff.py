@@ -27,6 +27,8 @@ from forebay.events.decisions import CostTerms, OwnerClaimed, RequestHeld, Reque
 from forebay.events.progress import FirstTokenEmitted, RequestProgress
 from forebay.events.topics import DECISIONS
 from forebay.events.versions import EVENTS_VERSION
+from forebay.journal.reader import JournalReader
+from forebay.journal.start import Start
 from forebay.replay.diff.comparison import Comparison, RequestDecision
 from forebay.replay.diff.diff import diff, span_of
 from forebay.replay.diff.report import DiffReport, MovedRequest
@@ -40,7 +42,6 @@ from forebay.replay.diff.tally import (
     max_over_mean,
 )
 from forebay.replay.observed_history import observe_history
-from forebay.replay.walk import Start, Walk
 from forebay.transport.base import Log
 from tests.core.worlds import CONFIGS, PROMPTS, Driver, actions, perform_all, pool
 from tests.depth import examples
@@ -355,7 +356,7 @@ def test_the_alternative_inherits_queued_requests_at_the_start() -> None:
 
 async def from_start(log: MemoryLog, start: Start, alter: Alternative) -> DiffReport:
     world = restore(start.world.snapshot())
-    walk = Walk(log, 0, Start(world, start.offset), await log.end("decisions", 0))
+    walk = JournalReader(log, 0, Start(world, start.offset), await log.end("decisions", 0))
     comparison = Comparison(walk, alter)
     async for step in walk:
         assert step.divergence is None

@@ -15,11 +15,11 @@ from forebay.events.codec import decode, encode
 from forebay.events.decisions import RequestRouted, SnapshotTaken
 from forebay.events.topics import DECISIONS
 from forebay.journal.records import decode_journal
+from forebay.journal.start import Start, oldest
 from forebay.replay.at import seek
 from forebay.replay.diff.diff import EmptySpan, diff, span_of
 from forebay.replay.diff.report import DiffReport
 from forebay.replay.record.slice import Window
-from forebay.replay.walk import Start, oldest
 from forebay.transport.base import LogError
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.transport.sqlite.recording import utc
@@ -80,9 +80,9 @@ async def state_at(log: SqliteLog, offset: int) -> Start:
 @pytest.mark.parametrize("name", RECORDINGS)
 def test_the_result_does_not_depend_on_where_the_derivation_begins(name: str) -> None:
     async def reports(log: SqliteLog, from_us: int, to_us: int) -> list[DiffReport]:
-        begin, end = await extent(log)
+        begin, _ = await extent(log)
         first = (await span_of(log, 0, from_us, to_us, CUSTOM)).first
-        starts = [None, await oldest(log, 0, end, CUSTOM)]
+        starts = [None, await oldest(log, 0, CUSTOM)]
         if first > begin:
             starts.append(await state_at(log, first - 1))
         return [await compared(log, from_us, to_us, start) for start in starts]
@@ -171,9 +171,9 @@ def test_a_span_without_decisions_is_an_error(from_us: int | None, to_us: int | 
 
 def test_a_span_before_the_oldest_state_is_an_error() -> None:
     with opened("from-snapshot") as log:
-        begin, end = asyncio.run(extent(log))
+        begin, _ = asyncio.run(extent(log))
         assert begin > 0
-        oldest_us = asyncio.run(oldest(log, 0, end)).world.now_us
+        oldest_us = asyncio.run(oldest(log, 0)).world.now_us
         with pytest.raises(LogError, match=f"begins too early: decisions can be compared from {utc(oldest_us)[:20]}"):
             asyncio.run(span_of(log, 0, oldest_us - 1))
         assert asyncio.run(span_of(log, 0, oldest_us)).first > begin

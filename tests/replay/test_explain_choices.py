@@ -17,11 +17,11 @@ from forebay.events.kv import BlocksRemoved
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.requests import RouterOverride, TaintWeight
 from forebay.events.topics import DECISIONS
+from forebay.journal.reader import read_whole
 from forebay.journal.records import decode_journal
 from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Routing
 from forebay.replay.explain.selection_changes import NUMBERS, OTHER_POLICIES, changes_of
-from forebay.replay.walk import walk_all
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, joined, pool
 from tests.logs.own_policy import CUSTOM as GOLDEN_CUSTOM
@@ -322,7 +322,7 @@ def selected_with(world: World, plan: Plan, setting: str, value: Any) -> str:
 async def test_changes_of_settings_have_the_selection_of_another_configuration(name: str) -> None:
     plans = 0
     with closing(SqliteLog.open(FOLDER / f"{name}.rec", readonly=True)) as log:
-        walk = await walk_all(log, 0, GOLDEN_CUSTOM)
+        walk = await read_whole(log, 0, GOLDEN_CUSTOM)
 
         def check_every_fifth(plan: Plan) -> None:
             nonlocal plans

@@ -21,15 +21,15 @@ from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestHeld, RequestRouted, SnapshotRecord
 from forebay.events.snapshots import SnapshotChunk, WorldState
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
+from forebay.journal.checks import FOREIGN_PROGRESS, FOREIGN_RECORDS
 from forebay.journal.records import Validity, journal
 from forebay.journal.snapshots import load_snapshot, newest_snapshot
+from forebay.journal.spans import spans_of
 from forebay.journal.start import EMPTY_STATE, recorded_view
 from forebay.live.standby import RecoveryDiverged, Standby
 from forebay.replay.at import seek
-from forebay.replay.checks import FOREIGN_PROGRESS, FOREIGN_RECORDS
 from forebay.replay.explain.find import find
 from forebay.replay.record.slice import Window, slice_of
-from forebay.replay.spans import spans_of
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Log, LogError
 from forebay.transport.sqlite.log import SqliteLog

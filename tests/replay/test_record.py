@@ -16,11 +16,12 @@ from forebay.events.codec import decode, encode
 from forebay.events.decisions import Advanced, SnapshotRecord
 from forebay.events.topics import DECISIONS, PROGRESS
 from forebay.journal.groups import groups_of, pools_of
+from forebay.journal.reader import JournalReader
 from forebay.journal.snapshots import newest_snapshot, snapshots_taken
+from forebay.journal.start import Start
 from forebay.replay.record import slice as record
 from forebay.replay.record.slice import NothingDecided, Window, offset_at, slice_of
 from forebay.replay.verify.verify import VerifyReport, verify
-from forebay.replay.walk import Start, Walk
 from forebay.transport.base import Draft, Log, LogError, Record
 from forebay.transport.sqlite import recording, schema
 from forebay.transport.sqlite.log import LogUnusable, SqliteLog
@@ -76,7 +77,7 @@ def out(tmp_path: Path) -> Path:
 
 async def state_at(log: Log, end: int) -> str:
     """Return the digest of the state right before a journal offset, replayed from the beginning of the log."""
-    walk = Walk(log, 0, Start(World(), 0), end)
+    walk = JournalReader(log, 0, Start(World(), 0), end)
     async for step in walk:
         assert step.divergence is None
     return f"{walk.world.digest():016x}"

@@ -39,7 +39,7 @@ from forebay.events.topics import (
     SNAPSHOTS,
     Topic,
 )
-from forebay.replay.checks import UNVERIFIED
+from forebay.journal.checks import UNVERIFIED
 from forebay.replay.record.slice import Window
 from forebay.replay.verify.divergence import DivergenceReport
 from forebay.replay.verify.verify import verify

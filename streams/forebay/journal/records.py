@@ -315,20 +315,6 @@ class Validity:
         )
         return decision if is_valid else None
 
-    def read_own(self, record: Record) -> JournalRecord | None:
-        """Return the next record like `read`.
-
-        Raises OtherRules for a decision of an owner with other decision rules, and UnreadableDecision for a record of
-        the owner that this version cannot decode.
-        """
-        decision = self.read(record)
-        if self.last != record.offset or isinstance(decision, OwnerClaimed):
-            return decision
-        self.require_own_rules(record.offset)
-        if decision is None:
-            require_readable(record)
-        return decision
-
     def admits_unknown(self, record: Record) -> bool:
         """Return whether the next record, which does not decode, is a valid record of an owner of another version."""
         stamp = stamp_of(record)
@@ -410,11 +396,13 @@ class Validity:
         logger.log(level, "skipped record %d of %s, which %s", offset, DECISIONS.name, reason)
 
 
-def require_readable(record: Record) -> None:
+def unreadable(record: Record) -> UnreadableDecision:
+    """Return the error of a valid record that does not decode."""
     try:
         decode(DECISIONS, record.value)
     except DecodeError as error:
-        raise UnreadableDecision(record.offset, _STAMP.decode(record.value).type, error) from error
+        return UnreadableDecision(record.offset, _STAMP.decode(record.value).type, error)
+    raise AssertionError("the record decodes")
 
 
 def follows(claim: OwnerClaimed, nonce: str | None) -> bool:

@@ -7,11 +7,11 @@ cannot be read or derived, the standby fails with the reason, and a new owner st
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from forebay.core.rederive import Divergence, Rederivation
-from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies, PolicyMissing
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.state.requests import ACTIVE_REQUESTS_MAX
 from forebay.core.step import AnyDecision
 from forebay.core.step import claim as claim_group
@@ -21,14 +21,12 @@ from forebay.events.decisions import (
     CommandSent,
     JournalRecord,
     KvReleased,
-    OwnerClaimed,
     RequestAborted,
     RequestRejected,
     RouteAnswered,
-    Sealed,
-    SnapshotTaken,
 )
 from forebay.events.topics import DECISIONS, SNAPSHOTS
+from forebay.journal.reader import JournalReader, Past, Reading
 from forebay.journal.records import (
     JournalBroken,
     OtherRules,
@@ -36,20 +34,18 @@ from forebay.journal.records import (
     Validity,
     decode_journal,
     journal_records,
-    require_readable,
 )
 from forebay.journal.snapshots import (
     BEGINNING,
     claim_at,
-    load_continued,
     load_sealed,
     load_snapshot,
     newest_snapshot,
     newest_snapshot_at,
     owner_state,
 )
-from forebay.journal.start import begins_of
-from forebay.transport.base import PAGE_RECORDS, Log, LogError, PolicyNotAllowed, Record
+from forebay.journal.start import Start, begins_of
+from forebay.transport.base import Log, LogError, PolicyNotAllowed, Record
 
 logger = logging.getLogger(__name__)
 
@@ -146,24 +142,20 @@ class JournalObserver(Protocol):
         """Receive the valid journal record at `offset`, after it was derived again with the same result."""
 
 
-class Standby:
+class Standby(JournalReader):
     """Replica of the world of one group, as of journal offset `position`.
 
     With `waits_for_seal`, the replica does not fail at an owner with other decision rules, and `run` does not fail at a
     record that it cannot derive. The replica then reads the journal without deriving records, until the owner has
-    stopped as planned. Then it loads the sealed snapshot.
+    stopped as planned. Then it loads the sealed snapshot. While it derives nothing, its world has only the owner.
 
     With `on_loss`, an owner may continue from the newest snapshot although the records after it cannot be derived.
 
     `run` and `catch_up` may be cancelled and called again without loss, but only one of them may run at a time.
 
     Attributes:
-        seal: Offset of the `Sealed` record if it is the last valid record that was followed, otherwise -1.
         snapshot: Offset of the record of the snapshot from which an owner must continue, because it gives up later
-            records. -1 if it continues from this replica.
-        blocked: Why no owner can continue with this replica, because it does not derive the records of the current
-            owner. None if one can.
-        stopped: Why this replica derives no more records, although the owner has this program's decision rules.
+            records. -1 if it continues from this replica. Set by `prepare_claim`.
         failed: Why the replica can no longer follow the journal.
         caught_up: Set once `run` has followed the journal up to its end at the start of `run`.
     """
@@ -178,40 +170,52 @@ class Standby:
         waits_for_seal: bool = False,
         on_loss: Callable[[AbandonedTail], None] | None = None,
     ) -> None:
+        past = Past.OTHER_RULES if waits_for_seal else Past.ABANDONED_HISTORY
+        super().__init__(log, partition, Start(World(custom), 0), past=past)
+        self.on_restored = self._forget_unconfirmed
         self._on_loss = on_loss
         self._waits_for_seal = waits_for_seal
         self._custom = custom
-        self._log = log
-        self._partition = partition
         self._observer = observer
         self._wake = asyncio.Event()
-        self._order: RecordedOrder | None = None
-        self.validity = Validity()
-        self.position = 0
-        self.seal = -1
+        self._has_begun = False
         self.snapshot = -1
-        self._is_foreign = False  # whether the records of the owner are not derived
-        self.blocked: str | None = None
-        self.stopped: str | None = None
-        self._stopped_at = -1
-        self._sealed: tuple[int, Sealed] | None = None  # newest `Sealed` that was not derived
         self.failed: str | None = None
         self.caught_up = asyncio.Event()
-        self.followed = Rederivation(World(custom))
         self._unconfirmed: deque[Unconfirmed] = deque(maxlen=UNCONFIRMED_MAX)
         self._bulk: deque[Bulk] = deque(maxlen=ACTIVE_REQUESTS_MAX)
+
+    @property
+    def seal(self) -> int:
+        """Offset of the `Sealed` record if it is the last valid record that is part of the state, otherwise -1."""
+        is_derived = self.state is Reading.DERIVING and self.validity.seal < self.position
+        return self.validity.seal if is_derived else -1
 
     @property
     def released(self) -> bool:
         """Whether the last owner stopped as planned, and no router has claimed the group since."""
         return self.seal >= 0
 
+    @property
+    def blocked(self) -> str | None:
+        """Why no owner can continue with this replica, because it skips the records of the owner. None if one can."""
+        if self.state is Reading.DERIVING or self._on_loss is not None:
+            return None
+        if self.stopped is not None:
+            return self.stopped
+        return (
+            f"the owner {self.claim.owner_id if self.claim is not None else 'of this group'} runs version"
+            f" {self.validity.rules} of the rules, this program has version {CORE_VERSION}: it takes over at the next"
+            " planned stop of the owner"
+        )
+
     async def prepare_claim(self) -> None:
         """Check that an owner can continue with this replica, and call `on_loss` if it must give up records.
 
         Raises OtherRules, JournalBroken or LogError.
         """
-        if not self._is_foreign or self.released:
+        self.snapshot = -1
+        if self.state is Reading.DERIVING:
             return
         if self._on_loss is None:
             if self.stopped is not None:
@@ -219,16 +223,12 @@ class Standby:
             raise OtherRules(self.position - 1, self.validity.rules, self.validity.release)
         tail = await abandoned_tail(self._log, self._partition, self.position, self._custom)
         self._on_loss(tail)
-        self.seal, self.snapshot = -1, tail.snapshot
+        self.snapshot = tail.snapshot
 
     @property
     def unconfirmed(self) -> list[Unconfirmed]:
         """Newest decisions whose effects the owner may not have sent. Decisions for one request are in order."""
         return [*self._unconfirmed, *self._bulk]
-
-    @property
-    def world(self) -> World:
-        return self.followed.world
 
     async def catch_up(self, end: int) -> None:
         """Follow the journal up to offset `end`. The first call begins at the newest snapshot before `end`.
@@ -238,24 +238,22 @@ class Standby:
         if self.failed is not None:
             raise LogError(self.failed)
         try:
-            if self._order is None:
+            if not self._has_begun:
                 await self._begin(end)
-            while self.position < end:
-                limit = min(PAGE_RECORDS, end - self.position)
-                records = await self._log.read(DECISIONS.name, self._partition, self.position, limit)
-                if not records:
-                    raise LogError(f"the journal ends at offset {self.position}, expected records up to {end}")
-                await self._follow(records, end)
-            await self._load_seal()
+            async for record in journal_records(self._log, self._partition, self.position, end):
+                await self._follow(record, end)
+            if self.position < end:
+                raise LogError(f"the journal ends at offset {self.position}, expected records up to {end}")
+            await self.load_seal()
         except LogError as error:
             self.failed = str(error)
             raise
 
     def continue_on(self, log: Log) -> None:
         """Continue on another connection to the same log, for example when a reader becomes the writer."""
-        assert self._order is not None, "call catch_up first"
+        assert self._has_begun, "call catch_up first"
         self._log = log
-        self._order = RecordedOrder(log, self._partition, self.world.view)
+        self.order = RecordedOrder(log, self._partition, self.world.view)
 
     async def run(self) -> None:
         """Follow the journal until cancelled.
@@ -286,8 +284,9 @@ class Standby:
             while True:
                 self._wake.clear()
                 while records := tail.take(BATCH_RECORDS):
-                    await self._follow(records, end)
-                await self._load_seal()
+                    for record in records:
+                        await self._follow(record, end)
+                await self.load_seal()
                 await self._wake.wait()
                 await asyncio.sleep(GATHER_S)
         finally:
@@ -295,40 +294,37 @@ class Standby:
 
     async def _stop(self, reason: str) -> None:
         """Derive no more records, and only follow which router owns the group."""
-        if self._order is None and self.validity.epoch < 0:
+        if not self._has_begun and self.validity.epoch < 0:
             self.position = await self._log.begin(DECISIONS.name, self._partition)
             self.validity = Validity(nonce=None, seq=None) if self.position else Validity()
-        self._order = RecordedOrder(self._log, self._partition, {})
-        self.stopped, self._stopped_at = reason, self.position
-        self._follow_owner(self.world.owner_policies)
-        if self._on_loss is None:
-            self.blocked = reason
+        self._has_begun = True
+        self.stop(reason)
+        self._forget_world(self.world.owner_policies)
 
     async def _begin(self, end: int) -> None:
         taken = await newest_snapshot(self._log, self._partition, end)
         if taken is not None:
-            rules = taken.core_version
-            validity = Validity.after(await owner_state(self._log, self._partition, taken), rules)
+            validity = Validity.after(await owner_state(self._log, self._partition, taken), taken.core_version)
             # No await between the changes of `position` and of the world, because other tasks read both.
-            if rules == CORE_VERSION or not self._waits_for_seal:
+            if taken.core_version == CORE_VERSION or not self._waits_for_seal:
                 try:
                     world = await load_snapshot(self._log, self._partition, taken, self._custom)
                 except JournalBroken:
                     self.position, self.validity = taken.journal_offset, validity
                     raise
-                self.position, self.validity = taken.journal_offset, validity
-                self.followed = Rederivation(world)
+                self.begin_at(Start(world, taken.journal_offset), validity)
                 await self._remember_unconfirmed()
             else:
                 claim = await claim_at(self._log, self._partition, taken.owner_epoch)
-                self.position, self.validity = taken.journal_offset, validity
-                self._block(claim, rules)
+                self.begin_at(Start(World(self._custom), taken.journal_offset), validity)
+                self.state, self.claim = Reading.FOREIGN, claim
+                self._forget_world(() if claim is None else claim.policies)
         self.validity.warns = True
         if end - self.position > PROGRESS_EVERY:
             logger.info("following the journal from offset %d to %d", self.position, end)
         if self._observer is not None:
             self._observer.on_start(self.world)
-        self._order = RecordedOrder(self._log, self._partition, self.world.view)
+        self._has_begun = True
 
     async def _remember_unconfirmed(self) -> None:
         """Read the newest decisions before the snapshot again, because their effects may be missing, too.
@@ -352,98 +348,28 @@ class Standby:
         elif isinstance(decision, Unconfirmed):
             self._unconfirmed.append(decision)
 
-    async def _follow(self, records: Sequence[Record], end: int) -> None:
-        for record in records:
-            decision = self.validity.read(record)
-            if self.validity.last == record.offset:
-                await self._admit(record, decision)
-            self.position = record.offset + 1
-            if self.position % BATCH_RECORDS == 0:
-                await asyncio.sleep(0)
-            if self.position % PROGRESS_EVERY == 0 and self.position < end:
-                logger.info("followed the journal up to offset %d of %d", self.position, end)
+    async def _follow(self, record: Record, end: int) -> None:
+        step = await self.read(record)
+        if self._waits_for_seal and self.state is not Reading.DERIVING:
+            if step is not None or self.world.owner_epoch != self.validity.epoch:
+                self._forget_world(() if self.claim is None else self.claim.policies)
+        elif step is not None:
+            if step.divergence is not None:
+                raise RecoveryDiverged(step.divergence)
+            self._remember(step.record)
+            if self._observer is not None:
+                self._observer.on_record(step.offset, step.record)
+        if self.position % BATCH_RECORDS == 0:
+            await asyncio.sleep(0)
+        if self.position % PROGRESS_EVERY == 0 and self.position < end:
+            logger.info("followed the journal up to offset %d of %d", self.position, end)
 
-    async def _admit(self, record: Record, decision: JournalRecord | None) -> None:
-        """Derive a valid record, or note it if records of this owner are not derived. None if it does not decode."""
-        offset = record.offset
-        if self._waits_for_seal and self.validity.rules != CORE_VERSION:
-            if isinstance(decision, OwnerClaimed):
-                self._block(decision, decision.core_version)
-            self.seal, self._sealed = -1, (offset, decision) if isinstance(decision, Sealed) else None
-            return
-        if isinstance(decision, OwnerClaimed) and self._can_continue_from(decision):
-            await self._continue_from(decision)
-            self.validity.seq = self.world.seq
-        elif self.stopped is not None:
-            self._note_stopped(offset, decision)
-            return
-        if not isinstance(decision, OwnerClaimed):
-            self.validity.require_own_rules(offset)
-        if decision is None:
-            require_readable(record)
-            return
-        assert self._order is not None
-        events = await self._order.events_of(decision.consumed)
-        # No await between this change and the update of `position`, so that cancelling loses nothing.
-        try:
-            divergence = self.followed.apply(offset, decision, events)
-        except PolicyMissing as missing:
-            raise PolicyNotAllowed(str(missing)) from missing
-        if divergence is not None:
-            raise RecoveryDiverged(divergence)
-        self.seal = offset if isinstance(decision, Sealed) else -1
-        self._remember(decision)
-        if self._observer is not None:
-            self._observer.on_record(offset, decision)
-
-    def _can_continue_from(self, claim: OwnerClaimed) -> bool:
-        """Return whether the owner of a claim continued from a snapshot, and not from the records before the claim."""
-        if claim.snapshot >= 0:
-            return True
-        return self._is_foreign and (self.stopped is None or claim.seal >= 0)
-
-    def _note_stopped(self, offset: int, decision: JournalRecord | None) -> None:
-        """Note a valid record that is not derived. Raises JournalBroken if a new standby can derive the next ones."""
-        self.seal, self._sealed = -1, (offset, decision) if isinstance(decision, Sealed) else None
-        if isinstance(decision, OwnerClaimed):
-            self._follow_owner(decision.policies)
-        elif isinstance(decision, SnapshotTaken) and decision.journal_offset > self._stopped_at:
-            raise JournalBroken(f"{self.stopped}; a snapshot after these records is at journal offset {offset}")
-
-    def _follow_owner(self, policies: tuple[str, ...]) -> None:
+    def _forget_world(self, policies: tuple[str, ...]) -> None:
         """Replace the world by one that only has the owner, because its records are not derived."""
-        self._is_foreign = True
         world = World(self._custom)
         claim_group(world, self.validity.epoch, policies)
         self.followed = Rederivation(world)  # frees the state
 
-    def _block(self, claim: OwnerClaimed | None, rules: int) -> None:
-        """Derive no more records, because the owner of the group has other decision rules."""
-        self.stopped = None
-        self._follow_owner(() if claim is None else claim.policies)
-        if self._on_loss is not None:
-            return
-        self.blocked = (
-            f"the owner {claim.owner_id if claim is not None else 'of this group'} runs version {rules} of the rules,"
-            f" this program has version {CORE_VERSION}: it takes over at the next planned stop of the owner"
-        )
-
-    async def _load_seal(self) -> None:
-        """Load the snapshot of an owner whose records were not derived, if the journal ends with its `Sealed`."""
-        if self._sealed is None:
-            return
-        offset, sealed = self._sealed
-        self._replace_world(await load_sealed(self._log, self._partition, sealed, self._custom))
-        self._sealed, self.seal, self.snapshot, self.blocked, self.stopped = None, offset, -1, None, None
-
-    async def _continue_from(self, claim: OwnerClaimed) -> None:
-        """Load the snapshot from which the owner of a claim continued, unless this replica has loaded it."""
-        if claim.snapshot >= 0 or claim.seal < 0 or claim.seal != self.seal:
-            self._replace_world(await load_continued(self._log, self._partition, claim, self._custom))
-        self._is_foreign, self.blocked, self.stopped, self._sealed, self.snapshot = False, None, None, None, -1
-
-    def _replace_world(self, world: World) -> None:
-        self.followed = Rederivation(world)
-        self._order = RecordedOrder(self._log, self._partition, world.view)
+    async def _forget_unconfirmed(self, _: int) -> None:
         self._unconfirmed.clear()  # an owner seals after its effects are durable
         self._bulk.clear()

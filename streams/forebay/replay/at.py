@@ -29,6 +29,7 @@ from forebay.events.fleet import OwnershipAnnounced, WorkerLost
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, FLEET, INPUTS, REQUESTS, Topic
 from forebay.journal.claims import validity_at
+from forebay.journal.reader import JournalReader, Step
 from forebay.journal.records import (
     OtherRules,
     RecordedOrder,
@@ -40,7 +41,7 @@ from forebay.journal.records import (
     journal_records,
 )
 from forebay.journal.snapshots import OwnerState, claim_at, newest_snapshot
-from forebay.journal.start import begins_of, oldest_state, usable_state
+from forebay.journal.start import Start, begins_of, oldest_state, usable_state
 from forebay.replay.moment import (
     LaterFacts,
     LossFacts,
@@ -52,7 +53,7 @@ from forebay.replay.moment import (
     requests_of,
     workers_of,
 )
-from forebay.replay.walk import LogStates, Start, States, StateTime, Step, Walk
+from forebay.replay.states import CheckpointStart, LogStates, States, StateTime
 from forebay.transport.base import Log, LogError, NotDerivable, records_of
 from forebay.transport.sqlite.recording import utc
 
@@ -93,10 +94,10 @@ class Position:
         self.later = LaterFacts()
         self._log = log
         self._partition = partition
-        self._walk = Walk(log, partition, start, end)
+        self._walk = JournalReader(log, partition, start, end)
         self._steps = aiter(self._walk)
         self._lost: deque[LossFacts] = deque(maxlen=LOST_MAX)
-        self._lost_before: list[LossFacts] | None = None if start.lost is None else list(start.lost)
+        self._lost_before = start.lost if isinstance(start, CheckpointStart) else None
         self._fleet_start = start.world.view.get(FLEET.name, 0)
         self._timeouts_us: dict[int, int] = {}
         self.world.on_loss = self._note_loss
@@ -125,7 +126,7 @@ class Position:
 
     async def moment(self) -> Moment:
         if self._lost_before is None:
-            self._lost_before = await read_losses(self._log, self._partition, self._fleet_start)
+            self._lost_before = tuple(await read_losses(self._log, self._partition, self._fleet_start))
         world = self.world
         claimed = await claim_at(self._log, self._partition, world.owner_epoch)
         return Moment(

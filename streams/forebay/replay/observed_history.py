@@ -19,8 +19,8 @@ from forebay.events.fleet import WorkerDraining, WorkerJoined, WorkerLost, Worke
 from forebay.events.progress import FirstTokenEmitted, OnboardedTokens, PrefillFinished, RequestFinished
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RoutingHints
 from forebay.events.snapshots import Booking, Chunk, CommandState, Remembered, Reported, RequestState
+from forebay.journal.reader import JournalReader, read_whole
 from forebay.replay.verify.verify import PROGRESS_EVERY, OnProgress
-from forebay.replay.walk import Walk, walk_all
 from forebay.transport.base import Log
 
 REQUEST_CHUNKS = Booking | CommandState | Remembered | Reported | RequestState
@@ -91,7 +91,7 @@ class ObservedHistory:
 class _HistoryCollector:
     """Collects a history while a walk derives, and thereby verifies, its decisions."""
 
-    def __init__(self, walk: Walk) -> None:
+    def __init__(self, walk: JournalReader) -> None:
         """Register with `walk`, which must not have begun."""
         world = walk.world
         self._world = world
@@ -162,7 +162,7 @@ async def observe_history(
 
     `progress` is called regularly with the number of journal records done, their total, and the decisions verified.
     """
-    walk = await walk_all(log, partition, custom)
+    walk = await read_whole(log, partition, custom)
     found = _HistoryCollector(walk).found
     verified = 0
     async for step in walk:

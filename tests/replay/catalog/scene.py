@@ -13,7 +13,9 @@ from forebay.core.step import CLOCK, AnyDecision, InputEvent
 from forebay.core.world import World
 from forebay.events.decisions import JournalRecord
 from forebay.events.topics import DECISIONS, INPUTS
+from forebay.journal.reader import JournalReader, Step
 from forebay.journal.records import decode_or_none
+from forebay.journal.start import oldest
 from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog.contents import ContentsObserver
 from forebay.replay.catalog.follow import Follower
@@ -21,7 +23,6 @@ from forebay.replay.catalog.mentions import MentionTable
 from forebay.replay.catalog.observer import CatalogObserver
 from forebay.replay.catalog.store import SIZE_MAX, Store
 from forebay.replay.read_only import ReadOnlyLog
-from forebay.replay.walk import Step, Walk, oldest
 from forebay.runtime.system import SystemRuntime
 from forebay.transport.base import Log, LogError, Record, records_of
 from tests.logs import recordings
@@ -210,8 +211,8 @@ async def fill(
     *,
     write_every: int = 10,
     reopen_every: int = 0,
-    check: Callable[[Walk, ContentsObserver, Step], None] | None = None,
-) -> Walk:
+    check: Callable[[JournalReader, ContentsObserver, Step], None] | None = None,
+) -> JournalReader:
     """Derive a log, and write the rows of its records.
 
     Args:
@@ -220,7 +221,7 @@ async def fill(
         check: called after each record.
     """
     end = await log.end(DECISIONS.name, partition)
-    walk = Walk(log, partition, await oldest(log, partition, end, CUSTOM), end)
+    walk = JournalReader(log, partition, await oldest(log, partition, CUSTOM), end)
     observer = ContentsObserver()
     observer.open(connection, walk.world)
 
@@ -260,7 +261,7 @@ def write(connection: sqlite3.Connection, observer: ContentsObserver) -> None:
 
 
 async def show_tail(
-    connection: sqlite3.Connection, observer: ContentsObserver, log: Log, partition: int, walk: Walk
+    connection: sqlite3.Connection, observer: ContentsObserver, log: Log, partition: int, walk: JournalReader
 ) -> None:
     """Report the events after the journal's end, in append order, and write their effect."""
     tail = []

@@ -10,6 +10,7 @@ from forebay.events.fleet import WorkerLost
 from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
 from forebay.events.requests import RequestCancelled
 from forebay.journal.groups import groups_of
+from forebay.journal.reader import JournalReader, Step
 from forebay.replay.catalog.contents import ContentsObserver
 from forebay.replay.catalog.facts import RequestRow
 from forebay.replay.catalog.request_queries import RequestFilter, find, request, requests
@@ -17,7 +18,6 @@ from forebay.replay.catalog.request_steps import STATE_OF_PHASE
 from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.explain.find import UnknownRequest
-from forebay.replay.walk import Step, Walk
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS
 from tests.core.worlds import request as submitted
@@ -91,7 +91,7 @@ async def test_every_moment_shows_the_requests_of_the_owner(path: Path, reopen_e
         connection = new_tables()
         moments: dict[int, Seen] = {}
 
-        def check(walk: Walk, _: ContentsObserver, step: Step, moments: dict[int, Seen] = moments) -> None:
+        def check(walk: JournalReader, _: ContentsObserver, step: Step, moments: dict[int, Seen] = moments) -> None:
             for run in step.record.consumed:
                 moments.pop(run.now_us, None)  # the moment is in the middle of what happened at this time
             if not walk.pending:

@@ -11,8 +11,9 @@ from forebay.core.routing.policies import ONLY_BUILT_IN
 from forebay.events.decisions import RequestRejected, RequestRouted
 from forebay.events.progress import RequestFinished
 from forebay.events.requests import RequestSubmitted
-from forebay.events.topics import DECISIONS, REQUESTS
+from forebay.events.topics import REQUESTS
 from forebay.journal.records import events_of
+from forebay.journal.start import Start, oldest
 from forebay.replay.at import NoSuchRecord, Position, last_time, seek_record, seek_time
 from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog.follow import Follower
@@ -21,7 +22,7 @@ from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.explain.find import UnknownRequest
 from forebay.replay.moment import Moment
-from forebay.replay.walk import Start, StateTime, oldest
+from forebay.replay.states import StateTime
 from forebay.transport.base import Log
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import request
@@ -45,8 +46,7 @@ class OldestState:
         self._partition = partition
 
     async def before(self, offset: int) -> Start:
-        end = await self._log.end(DECISIONS.name, self._partition)
-        return await oldest(self._log, self._partition, end, CUSTOM)
+        return await oldest(self._log, self._partition, CUSTOM)
 
     def by_time(self, time_us: int) -> StateTime | None:
         return None

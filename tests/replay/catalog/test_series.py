@@ -13,10 +13,11 @@ from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFin
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS
 from forebay.journal.groups import groups_of
+from forebay.journal.reader import JournalReader
+from forebay.journal.start import oldest
 from forebay.replay.catalog import histogram
 from forebay.replay.catalog.request_steps import CatalogRequest
 from forebay.replay.catalog.series import LEVELS_US, SECOND_US, MetricRecorder, remove_before, series, worker_activity
-from forebay.replay.walk import Walk, oldest
 from forebay.transport.sqlite.log import SqliteLog
 from tests.logs.own_policy import CUSTOM
 from tests.replay.catalog.scene import RECORDINGS, fill, new_tables
@@ -73,7 +74,7 @@ class Reference:
 async def reference_of(log: SqliteLog, partition: int) -> Reference:
     """Return the metrics of a log, from its events and nothing else."""
     end = await log.end(DECISIONS.name, partition)
-    walk = Walk(log, partition, await oldest(log, partition, end, CUSTOM), end)
+    walk = JournalReader(log, partition, await oldest(log, partition, CUSTOM), end)
     reference = Reference()
     submitted: dict[str, tuple[int, int]] = {}
     on: dict[str, tuple[int, str, int]] = {}

@@ -8,8 +8,8 @@ import click
 from forebay.cli.common.errors import USAGE, fail
 from forebay.cli.common.options import Option
 from forebay.events.names import unknown_name
+from forebay.journal.checks import UNKNOWN_EVENTS, UNVERIFIED
 from forebay.processes.notices import complain
-from forebay.replay.checks import UNKNOWN_EVENTS, UNVERIFIED
 
 DIVERGED = 1  # also the exit code if the replayed events contradict the journal
 

@@ -8,7 +8,7 @@ from forebay.cli.common.recording import GroupOption, KafkaSource, Recording
 from forebay.cli.common.unverified import allow_option
 from forebay.cli.policies.allowed import AllowPolicyOption
 from forebay.cli.policies.alternative import AlternativeOptions
-from forebay.replay.checks import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS, UNVERIFIED
+from forebay.journal.checks import FOREIGN_RECORDS, UNKNOWN_EVENTS, UNREAD_FIELDS, UNVERIFIED
 
 DIFF_CHECKS = (FOREIGN_RECORDS, UNREAD_FIELDS, UNKNOWN_EVENTS)  # checks that `replay diff` may skip
 

@@ -8,7 +8,7 @@ from rich.table import Table as Grid
 
 from forebay.cli.common.tables import in_markup, results
 from forebay.events.decisions import CostTerms
-from forebay.replay.checks import UNVERIFIED
+from forebay.journal.checks import UNVERIFIED
 from forebay.replay.diff.report import DecisionOutcome, DiffReport, WorldSummary
 
 RANKS_SHOWN = 32

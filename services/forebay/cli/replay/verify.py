@@ -23,10 +23,10 @@ from forebay.core.routing.policies import CustomPolicies
 from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import CostTerms
 from forebay.events.topics import DECISIONS
+from forebay.journal.checks import UNKNOWN_EVENTS, UNVERIFIED
 from forebay.journal.groups import groups_of
 from forebay.journal.release import rules_text
 from forebay.processes.notices import complain
-from forebay.replay.checks import UNKNOWN_EVENTS, UNVERIFIED
 from forebay.replay.scaling.reader import ScalingVerification, has_scaling
 from forebay.replay.verify.divergence import CostTableRow, CostTables, DivergenceReport, EventSummary
 from forebay.replay.verify.verify import OnProgress, VerifyReport, include_scaling, verify

@@ -27,13 +27,14 @@ from forebay.events.decisions import Advanced, JournalRecord, RequestAborted, Sn
 from forebay.events.fleet import WorkerJoined
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, GROUPS, REQUESTS, topic_named
+from forebay.journal.reader import read_whole
 from forebay.journal.records import RecordedOrder, Validity, events_of
 from forebay.journal.snapshots import MissingChunk, checksum_of
+from forebay.journal.start import oldest
 from forebay.replay.anonymize.events import KEY_BYTES, EventAnonymizer
 from forebay.replay.read_only import SliceLog
 from forebay.replay.record.slice import copy
 from forebay.replay.verify.verify import PROGRESS_EVERY, VerifyReport, verify
-from forebay.replay.walk import oldest, walk_all
 from forebay.transport.base import Log, LogError, Record
 from forebay.transport.sqlite.recording import Contents
 from forebay.transport.sqlite.recording_writer import RecordingWriter, part_of
@@ -84,7 +85,7 @@ async def record_anonymized(
     try:
         journals = {}
         for one, anonymizer in anonymizers.items():
-            start = await oldest(source, one, await source.end(DECISIONS.name, one))
+            start = await oldest(source, one)
             world = restore(map(anonymizer.anonymize, start.world.snapshot()), custom)
             journals[one] = AnonymizedJournal(writer.log, one, anonymizer, world, start.offset)
         of_no_group = EventAnonymizer(key)
@@ -122,7 +123,7 @@ async def _learn(
     rules wrote the journal, and LogError if the log is damaged or incomplete.
     """
     anonymizer, overdue = EventAnonymizer(key), set[str]()
-    walk = await walk_all(log, partition, custom)
+    walk = await read_whole(log, partition, custom)
     for worker in walk.world.fleet.workers():
         anonymizer.learn_worker(worker.spec)
     for pool in walk.world.pools.values():
@@ -143,7 +144,7 @@ async def _learn(
         if progress is not None and step.offset % PROGRESS_EVERY == 0:
             progress(step.offset, walk.end)
     # Requests with the deadline of the last abort may have expired with it, although the journal ends before.
-    for decided in walk.unwritten:
+    for decided in walk.followed.pending:
         if isinstance(decided, RequestAborted) and decided.reason in DEADLINES:
             overdue.add(decided.request_id)
     async for _, event in events_of(log, REQUESTS, partition):

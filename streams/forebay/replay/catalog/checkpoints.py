@@ -21,7 +21,7 @@ from forebay.events.snapshots import Chunk, IndexBlocks, StoreBlocks
 from forebay.events.topics import DECISIONS, SNAPSHOTS
 from forebay.replay.at import LOST_MAX
 from forebay.replay.moment import LossFacts
-from forebay.replay.walk import Start, StateTime
+from forebay.replay.states import CheckpointStart, StateTime
 
 DERIVE_S = 0.15  # derivation between two checkpoints, so that a moment is derived well within half a second
 RESTORE_PER_TAKE = 8  # measured: a restore takes 54 ms where the snapshot takes 6 ms, encoding included
@@ -70,7 +70,7 @@ class DeriveTime:
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of a world, encoded. `unverified` counts skipped records before the state, as in `Walk.unverified`."""
+    """A snapshot of a world, encoded. `unverified` counts skipped records before the state, as in `Start`."""
 
     offset: int
     now_us: int
@@ -139,7 +139,7 @@ def write(connection: sqlite3.Connection, checkpoint: Checkpoint) -> None:
     )
 
 
-def load(connection: sqlite3.Connection, offset: int, custom: CustomPolicies = ONLY_BUILT_IN) -> Start | None:
+def load(connection: sqlite3.Connection, offset: int, custom: CustomPolicies = ONLY_BUILT_IN) -> CheckpointStart | None:
     """Return the state of the checkpoint at `offset`; None if it is missing or damaged."""
     found = connection.execute("SELECT unverified FROM checkpoints WHERE offset = ?", (offset,)).fetchone()
     if found is None:
@@ -151,7 +151,7 @@ def load(connection: sqlite3.Connection, offset: int, custom: CustomPolicies = O
     world = restore((chunk for _, value in parts for chunk in _DECODER.decode(value)), custom)
     unverified = msgspec.json.decode(found[0], type=dict[str, int])
     lost, begins_span = tuple(losses_before(connection, offset)), span_of(connection, offset) == offset > 0
-    return Start(world, offset, lost, unverified, begins_span=begins_span)
+    return CheckpointStart(world, offset, unverified, begins_span=begins_span, lost=lost)
 
 
 def newest_before(connection: sqlite3.Connection, offset: int) -> Iterator[Known]:

@@ -23,8 +23,9 @@ from forebay.core.state.fleet import FleetWorker
 from forebay.core.step import AnyDecision, InputEvent
 from forebay.events.fleet import WorkerLost
 from forebay.events.topics import DECISIONS, FLEET
-from forebay.journal.records import HistoryAbandoned, OtherRules, UnreadableDecision
-from forebay.journal.start import begins_of
+from forebay.journal.reader import JournalReader, Past, Step
+from forebay.journal.records import OtherRules, UnreadableDecision
+from forebay.journal.start import Start, begins_of, oldest
 from forebay.replay.at import JournalDiverged, read_losses
 from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog.facts import CatalogState
@@ -32,8 +33,6 @@ from forebay.replay.catalog.observer import CatalogObserver
 from forebay.replay.catalog.seek import CatalogStates
 from forebay.replay.catalog.store import SIZE_MAX, CommittedPosition, Store, checksum_at, is_damage, unwritable
 from forebay.replay.moment import LossFacts, loss_of
-from forebay.replay.spans import OwnSpanSearch, oldest_of_any_rules
-from forebay.replay.walk import Start, Step, Walk, continue_after
 from forebay.transport.base import PAGE_RECORDS, Log, LogError, PolicyNotAllowed
 
 logger = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ class Follower:
         size_max: int = SIZE_MAX,
     ) -> None:
         self.store = store
-        self.walk: Walk | None = None
+        self.walk: JournalReader | None = None
         self.observers: Sequence[CatalogObserver] = ()
         self.error = ""
         self.failed = False
@@ -90,24 +89,24 @@ class Follower:
         self._is_complete = False
         self._losses: list[tuple[int, LossFacts]] = []
         self._spans: list[tuple[int, int]] = []  # arguments of `checkpoints.begin_span`
-        self._search: OwnSpanSearch | None = None  # while the walk is at a record of other rules
-        self._pending_offset = 0
         self._derived = checkpoints.DeriveTime()
         self._observers_s = 0.0
         self._restore_s = 0.0
         self._spacing = 1
-        self._breathed_s = self._paused_s = self._committed_s = self._begins_read_s = runtime.monotonic_s()
+        self._step_began_s = self._breathed_s = self._paused_s = self._committed_s = self._begins_read_s = (
+            runtime.monotonic_s()
+        )
         self._uncommitted = 0
 
     @property
     def position(self) -> int:
-        """Journal offset of the next record; 0 before the start."""
-        return 0 if self.walk is None else self.walk.position
+        """Journal offset of the first record that is not part of the derived state; 0 before the start."""
+        return 0 if self.walk is None else self.walk.derived
 
     @property
     def is_at_end(self) -> bool:
         """Whether the follower has derived the whole journal, as far as known."""
-        return self.walk is not None and not self.error and self.walk.position == self._log_end
+        return self.walk is not None and not self.error and self.position == self._log_end
 
     @property
     def state(self) -> CatalogState:
@@ -186,63 +185,40 @@ class Follower:
         await self._follow_begin()
         walk.end = self._log_end = await self._log.end(DECISIONS.name, self._partition)
         self._report()
-        blocked = await self._follow_spans(walk)
-        if blocked is None:
+        await self._derive(walk)
+        if walk.left is None:
             self.error, self.is_blocked = "", False
         else:
-            self.note_error(blocked)
+            self.note_error(walk.left)
         self._is_complete = True
         self._behind_s = 0.0
         if self._uncommitted:
             await self.commit()
         self._report()
 
-    async def _follow_spans(self, walk: Walk) -> OtherRules | None:
-        """Derive the records up to `walk.end`. Return why this ended earlier, if no owner with own rules follows."""
-        while True:
-            try:
-                if self._search is None:
-                    await self._derive(walk)
-                    return None
-            except HistoryAbandoned as ended:
-                start = await continue_after(self._log, self._partition, ended, self._custom)
-                walk = await self._continue(start, start.offset)
-                continue
-            except OtherRules as other:
-                self._search = OwnSpanSearch(walk, other)
-            search = self._search
-            found = await search.next_start(self._log, self._partition, walk.end, self._custom, self._breathe)
-            if found is None:
-                return search.error
-            walk = await self._continue(found, search.blocked)
-
-    async def _continue(self, start: Start, blocked: int) -> Walk:
+    async def _on_restored(self, blocked: int) -> None:
         """Continue with an owner that continued from a snapshot. The records from `blocked` on were not derived."""
-        walk = Walk(self._log, self._partition, start, self._log_end)
+        assert self.walk is not None, "observers are called after the start"
         for observer in self.observers:
-            observer.resume(start.world)
-        self._spans.append((blocked, start.offset))
-        self._attach(walk)
-        await self._take_checkpoint(walk)
-        return walk
+            observer.resume(self.walk.world)
+        self._spans.append((blocked, self.walk.start))
+        self._attach(self.walk)
+        await self._take_checkpoint(self.walk)
+        self._step_began_s = runtime.monotonic_s()
 
-    def _attach(self, walk: Walk) -> None:
+    def _attach(self, walk: JournalReader) -> None:
         walk.followed.on_applied = self._on_applied
         walk.world.on_loss = self._on_loss
-        self.walk, self._search = walk, None
+        walk.on_restored, walk.on_skipped = self._on_restored, self._breathe
+        self.walk = walk
 
-    async def _derive(self, walk: Walk) -> None:
-        steps = aiter(walk)
-        while True:
-            started_s = runtime.monotonic_s()
-            self._pending_offset = walk.position
-            step = await anext(steps, None)
-            if step is None:
-                break
+    async def _derive(self, walk: JournalReader) -> None:
+        self._step_began_s = runtime.monotonic_s()
+        async for step in walk:
             if step.divergence is not None:
                 raise JournalDiverged(step.divergence)
             # A moment is derived without observers, so their time does not count.
-            elapsed_s, self._observers_s = runtime.monotonic_s() - started_s - self._observers_s, 0.0
+            elapsed_s, self._observers_s = runtime.monotonic_s() - self._step_began_s - self._observers_s, 0.0
             self._derived.add(elapsed_s, sum(map(len, step.events.values())))
             self._observe(step, walk)
             now_s = runtime.monotonic_s()
@@ -251,8 +227,9 @@ class Follower:
             elif self._uncommitted >= COMMIT_RECORDS or now_s - self._committed_s >= COMMIT_S:
                 await self.commit()
             await self._breathe()
+            self._step_began_s = runtime.monotonic_s()
 
-    def _observe(self, step: Step, walk: Walk) -> None:
+    def _observe(self, step: Step, walk: JournalReader) -> None:
         for observer in self.observers:
             observer.on_record(step.offset, step.record, walk.world)
         self._uncommitted += 1
@@ -271,23 +248,22 @@ class Follower:
 
     def _report(self) -> None:
         if self._progress is not None and self.walk is not None:
-            position = self.position if self._search is None else self._search.position
-            self._progress(position - self._begin_offset, self._log_end - self._begin_offset)
+            self._progress(self.walk.position - self._begin_offset, self._log_end - self._begin_offset)
 
-    def _is_checkpoint_due(self, walk: Walk) -> bool:
+    def _is_checkpoint_due(self, walk: JournalReader) -> bool:
         return walk.pending == 0 and self._derived.total_s >= self._spacing * max(checkpoints.DERIVE_S, self._restore_s)
 
-    async def _take_checkpoint(self, walk: Walk) -> None:
+    async def _take_checkpoint(self, walk: JournalReader) -> None:
         await self._measure_lag(walk)
         started_s = runtime.monotonic_s()
-        taken = await checkpoints.take(walk.world, walk.position, walk.unverified)
+        taken = await checkpoints.take(walk.world, walk.derived, walk.unverified)
         restore_s = checkpoints.RESTORE_PER_TAKE * (runtime.monotonic_s() - started_s)
         self._restore_s = min(restore_s, 1.5 * self._restore_s or restore_s)  # a busy machine may delay one reading
         await self.commit(taken)
         self._derived.reset()
         await self._limit_size(walk)
 
-    async def _measure_lag(self, walk: Walk) -> None:
+    async def _measure_lag(self, walk: JournalReader) -> None:
         """Note how far the catalog lags behind the append times of journal records."""
         self._log_end = await self._log.end(DECISIONS.name, self._partition)
         if not walk.at_us:  # it has derived no record yet
@@ -295,7 +271,7 @@ class Follower:
         for newest in await self._log.read(DECISIONS.name, self._partition, self._log_end - 1, 1):
             self._behind_s = max(0, newest.at_us - walk.at_us) / 1e6
 
-    async def _start(self) -> Walk:
+    async def _start(self) -> JournalReader:
         """Return the derivation at the committed position, or at the oldest usable state."""
         committed = self.store.committed
         start = None
@@ -308,7 +284,7 @@ class Follower:
                 committed = None
         end = await self._log.end(DECISIONS.name, self._partition)
         if start is None:
-            start = await oldest_of_any_rules(self._log, self._partition, self._custom)
+            start = await oldest(self._log, self._partition, self._custom, any_rules=True)
             fleet_end = start.world.view.get(FLEET.name, 0)
             lost = await read_losses(self._log, self._partition, fleet_end) if fleet_end else []
             self._losses = [(start.offset - 1, loss) for loss in lost]
@@ -326,9 +302,9 @@ class Follower:
         except OtherRules:  # the last committed record is the claim of an owner with other rules
             return await states.before(position - 1)
 
-    async def _resume(self, start: Start, position: int) -> Walk:
+    async def _resume(self, start: Start, position: int) -> JournalReader:
         """Derive the records up to `position` without observers, and open the observers there."""
-        walk = Walk(self._log, self._partition, start, position)
+        walk = JournalReader(self._log, self._partition, start, position, Past.OTHER_RULES)
         async for step in walk:
             if step.divergence is not None:
                 raise JournalDiverged(step.divergence)
@@ -350,7 +326,7 @@ class Follower:
 
     def _on_loss(self, event: WorkerLost, worker: FleetWorker) -> None:
         assert self.walk is not None, "observers are called after the start"
-        self._losses.append((self._pending_offset, loss_of(self.walk.world, event, worker)))
+        self._losses.append((self.walk.position, loss_of(self.walk.world, event, worker)))
 
     async def _follow_begin(self) -> None:
         """Note from which record on moments can be shown, after retention has deleted records."""
@@ -396,7 +372,7 @@ class Follower:
         except LogError as error:
             logger.debug("the records after the committed position cannot be derived: %s", error)
 
-    async def _limit_size(self, walk: Walk) -> None:
+    async def _limit_size(self, walk: JournalReader) -> None:
         """Remove checkpoints, or else the oldest rows, if the catalog is above its maximum size."""
         if self.store.size <= self._size_max:
             return
@@ -410,7 +386,7 @@ class Follower:
             self.store.set_meta("spacing", str(self._spacing))
             return
         kept = int(self.store.meta("rows_begin") or self._begin_offset)
-        cut = checkpoints.first_from(connection, kept + (walk.position - kept) // TRIM_SHARE)
+        cut = checkpoints.first_from(connection, kept + (walk.derived - kept) // TRIM_SHARE)
         if cut is not None:
             with self.store.transaction():
                 for observer in self.observers:

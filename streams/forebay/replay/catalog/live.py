@@ -115,7 +115,7 @@ class LivePublisher:
             state = msgspec.structs.replace(state, begin_us=state.begin_us or now_us, end_us=max(state.end_us, now_us))
         if walk is not None:
             ends = tuple([await self._log.end(topic.name, self._partition) for topic in INPUTS])
-            key = (walk.position, ends, None if self._later is None else self._later.applied.total())
+            key = (walk.derived, ends, None if self._later is None else self._later.applied.total())
             if key != self._key:
                 self._derived = await self._build_status(walk.world)
                 self._key = key
@@ -151,8 +151,8 @@ class LivePublisher:
         """Apply the events after the newest journal record, if the journal is idle. Return whether rows changed."""
         walk = self._follower.walk
         now_s = runtime.monotonic_s()
-        if walk is None or walk.position != self._position:
-            self._position = -1 if walk is None else walk.position
+        if walk is None or walk.derived != self._position:
+            self._position = -1 if walk is None else walk.derived
             self._moved_s, self._later = now_s, None
             was_reported, self._is_reported = self._is_reported, False
             if was_reported:

@@ -1,19 +1,19 @@
 """Derive moments and explanations of a group, beginning at the nearest checkpoint of its catalog."""
 
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
-from forebay.journal.start import begins_of
+from forebay.journal.start import Start, before, begins_of
 from forebay.replay.at import Position, seek_record, seek_time
 from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog.mentions import find_mentions
 from forebay.replay.catalog.store import Store
 from forebay.replay.explain.explain import Known, explain
 from forebay.replay.explain.explanation import Explanation
-from forebay.replay.walk import Start, StateTime, before
+from forebay.replay.states import StateTime
 from forebay.transport.base import Log
 
 
 class CatalogStates:
-    """The checkpoints of a catalog, as `forebay.replay.walk.States`."""
+    """The checkpoints of a catalog, as `forebay.replay.states.States`."""
 
     def __init__(self, store: Store, log: Log, partition: int, custom: CustomPolicies = ONLY_BUILT_IN) -> None:
         self._connection = store.connection

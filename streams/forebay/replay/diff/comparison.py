@@ -29,6 +29,7 @@ from forebay.events.decisions import (
 )
 from forebay.events.fleet import WorkerJoined
 from forebay.events.progress import RequestFailed, RequestFinished
+from forebay.journal.reader import JournalReader
 from forebay.replay.diff.counterfactual_world import (
     DISAGG,
     CounterfactualWorld,
@@ -38,7 +39,6 @@ from forebay.replay.diff.counterfactual_world import (
 )
 from forebay.replay.diff.report import DecisionOutcome, DiffReport, Fork, MovedRequest, ProgressOutcome, notes
 from forebay.replay.diff.tally import PairTally, Series, WorldTally, blocks_of, ranks
-from forebay.replay.walk import Walk
 
 HISTORY, OTHER = 0, 1
 RequestDecision = RequestRouted | RequestHeld | RequestRejected | RequestAborted
@@ -75,7 +75,7 @@ NEVER_ROUTED = _FirstRoute()
 class Comparison:
     """Applies the events of a walk to the alternative world, and compares its decisions with history's."""
 
-    def __init__(self, walk: Walk, alter: Alternative, named: Named = names_nothing) -> None:
+    def __init__(self, walk: JournalReader, alter: Alternative, named: Named = names_nothing) -> None:
         """Register with `walk`, which must not have begun, after a `DivergenceTrail`."""
         self.report = DiffReport(start=walk.start)
         self._alter = alter

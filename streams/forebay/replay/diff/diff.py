@@ -10,14 +10,15 @@ from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.selection.counterfactual import Alternative
 from forebay.core.step import AnyDecision
 from forebay.events.topics import DECISIONS
+from forebay.journal.reader import JournalReader
 from forebay.journal.records import journal
+from forebay.journal.start import Start, before, oldest
 from forebay.replay.at import NoSuchRecord, last_clock, offset_at
 from forebay.replay.diff.comparison import Comparison
 from forebay.replay.diff.counterfactual_world import Named, names_nothing
 from forebay.replay.diff.report import DiffReport, notes
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.verify.verify import PROGRESS_EVERY, OnProgress
-from forebay.replay.walk import Start, Walk, before, oldest
 from forebay.transport.base import Log, LogError
 from forebay.transport.sqlite.recording import utc
 
@@ -59,7 +60,7 @@ async def span_of(
     """
     end = await log.end(DECISIONS.name, partition)
     start = await (
-        oldest(log, partition, end, custom) if from_us is None else _state_before(log, partition, from_us, custom)
+        oldest(log, partition, custom) if from_us is None else _state_before(log, partition, from_us, custom)
     )
     if from_us is None and to_us is None:
         return Span(start, start.offset, end)
@@ -81,7 +82,7 @@ async def span_of(
 async def derive_up_to(
     log: Log, partition: int, span: Span, progress: OnProgress | None = None
 ) -> Start | DivergenceReport:
-    walk = Walk(log, partition, span.start, span.first)
+    walk = JournalReader(log, partition, span.start, span.first)
     trail, records = DivergenceTrail(walk), 0
     async for step in walk:
         if step.divergence is not None:
@@ -97,7 +98,7 @@ async def _state_before(log: Log, partition: int, from_us: int, custom: CustomPo
     try:
         return await before(log, partition, await offset_at(log, partition, from_us - 1) + 1, custom)
     except NoSuchRecord:
-        start = await oldest(log, partition, await log.end(DECISIONS.name, partition), custom)
+        start = await oldest(log, partition, custom)
     if start.world.now_us > from_us:  # 0 at the beginning of the log
         earliest = utc(start.world.now_us)
         raise LogError(f"the time span begins too early: decisions can be compared from {earliest} on")
@@ -136,7 +137,7 @@ async def diff(
         report = DiffReport(start=span.first, divergence=begin)
         report.notes = notes(report)
         return report
-    walk = Walk(log, partition, begin, span.end)
+    walk = JournalReader(log, partition, begin, span.end)
     trail = DivergenceTrail(walk)
     comparison = Comparison(walk, alter, named)
     report, verified = comparison.report, 0

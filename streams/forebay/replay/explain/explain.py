@@ -16,7 +16,9 @@ from forebay.events.fleet import WorkerFact
 from forebay.events.progress import ProgressEvent
 from forebay.events.requests import RequestCancelled, RouteQueried
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS, REQUESTS, Topic
-from forebay.journal.records import HistoryAbandoned, OtherRules, decode_or_none
+from forebay.journal.reader import JournalReader, Past
+from forebay.journal.records import OtherRules, decode_or_none
+from forebay.journal.start import Start, oldest
 from forebay.replay.explain.explanation import Explanation, SubmissionEvent, TimelineEntry
 from forebay.replay.explain.find import (
     Mentions,
@@ -27,8 +29,8 @@ from forebay.replay.explain.find import (
     find_unapplied_submission,
 )
 from forebay.replay.explain.timeline import Timeline, submission_of
+from forebay.replay.states import LogStates, States
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
-from forebay.replay.walk import LogStates, Start, States, Walk, continue_after, oldest
 from forebay.transport.base import Log, NotDerivable, Record, records_of
 
 BREATHE_EVERY = 64  # journal records between yields to the event loop, for time limits and signals
@@ -76,14 +78,9 @@ async def explain(
     end = await log.end(DECISIONS.name, partition)
     try:
         start = await _start(log, partition, found, first, states or LogStates(log, partition, custom), custom)
-        timeline, walk = Timeline(found.request_id, start.world), Walk(log, partition, start, end)
-        while True:
-            try:
-                divergence = await _derive(walk, timeline, found.last, progress, with_changes=with_changes)
-                break
-            except HistoryAbandoned as ended:
-                walk = Walk(log, partition, await continue_after(log, partition, ended, custom), end)
-                timeline.continue_in(walk.world)
+        timeline = Timeline(found.request_id, start.world)
+        walk = JournalReader(log, partition, start, end, Past.ABANDONED_HISTORY)
+        divergence = await _derive(walk, timeline, found.last, progress, with_changes=with_changes)
     except OtherRules as other:
         raise NotDerivable(str(other)) from other
     if divergence is None and not timeline.over:
@@ -102,18 +99,17 @@ async def explain(
 
 
 async def _derive(
-    walk: Walk, timeline: Timeline, last: int, progress: OnProgress | None, *, with_changes: bool
+    walk: JournalReader, timeline: Timeline, last: int, progress: OnProgress | None, *, with_changes: bool
 ) -> DivergenceReport | None:
     """Apply the steps of a walk to a timeline, up to the end of the request and its `last` decision."""
-    trail = DivergenceTrail(walk)
-    kept = walk.world.on_plan
-    assert kept is not None, "DivergenceTrail sets a listener"
+    trail = _trail_of(walk, timeline, with_changes=with_changes)
 
-    def on_plan(plan: Plan) -> None:
-        kept(plan)
-        timeline.on_plan(plan, with_changes=with_changes)
+    async def on_restored(_: int) -> None:
+        nonlocal trail
+        timeline.continue_in(walk.world)
+        trail = _trail_of(walk, timeline, with_changes=with_changes)
 
-    walk.world.on_plan = on_plan
+    walk.on_restored = on_restored
     async for step in walk:
         if step.divergence is not None:
             return trail.report(step.divergence, step)
@@ -126,6 +122,20 @@ async def _derive(
                 progress(walk.position - walk.start, walk.end - walk.start)
             await asyncio.sleep(0)
     return None
+
+
+def _trail_of(walk: JournalReader, timeline: Timeline, *, with_changes: bool) -> DivergenceTrail:
+    """Register a trail and a timeline with the world of `walk`, which has derived no record in it yet."""
+    trail = DivergenceTrail(walk)
+    kept = walk.world.on_plan
+    assert kept is not None, "DivergenceTrail sets a listener"
+
+    def on_plan(plan: Plan) -> None:
+        kept(plan)
+        timeline.on_plan(plan, with_changes=with_changes)
+
+    walk.world.on_plan = on_plan
+    return trail
 
 
 async def _start(
@@ -142,7 +152,7 @@ async def _start(
         start = await states.before(found.last)
     while start.world.requests.get(found.request_id) is not None:
         try:
-            eldest = await oldest(log, partition, await log.end(DECISIONS.name, partition), custom)
+            eldest = await oldest(log, partition, custom)
             if eldest.offset >= start.offset:
                 break
             start = await states.before(start.offset - 1)

@@ -28,8 +28,8 @@ from forebay.events.request_ids import aliases_of
 from forebay.events.requests import RequestSubmitted, RouteQueried
 from forebay.events.topics import DECISIONS, REQUESTS
 from forebay.journal.records import decode_journal, decode_or_none, journal_records
+from forebay.journal.spans import valid_offsets
 from forebay.journal.start import recorded_view
-from forebay.replay.spans import valid_offsets
 from forebay.transport.base import PAGE_RECORDS, Log, records_of
 
 OTHERS_MAX = 100  # IDs listed of other requests with the same client ID

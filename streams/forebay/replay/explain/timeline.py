@@ -1,4 +1,4 @@
-"""Build the timeline of one request from the steps of a `forebay.replay.walk.Walk`.
+"""Build the timeline of one request from the steps of a `JournalReader`.
 
 Several requests may use the same ID, one after the other. A use begins with the first decision about a submission.
 Progress events count only if they are from the request's current attempt and worker epoch, as in
@@ -44,6 +44,7 @@ from forebay.events.progress import (
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RouteQueried
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS, REQUESTS
 from forebay.events.transfer import Prefilled
+from forebay.journal.reader import Step
 from forebay.replay.explain.decisions import excluded_ranks, routing_of, why_held
 from forebay.replay.explain.explanation import (
     Ending,
@@ -70,7 +71,6 @@ from forebay.replay.explain.wording import (
     takeover_text,
     worker_text,
 )
-from forebay.replay.walk import Step
 
 STATE_AT: dict[str, State] = {"encode": "encode", "prefill": "remote_prefill", "decode": "transfer"}
 ON_WORKER = (*STATE_AT.values(), "prefill", "decode")
@@ -89,7 +89,7 @@ class _Place(NamedTuple):
 
 
 class Timeline:
-    """Explains the last request with a given ID, from the steps of a `Walk` through the journal.
+    """Explains the last request with a given ID, from the steps of a `JournalReader`.
 
     The caller registers `on_plan` with the walk's world. If the request is already active where the walk begins, the
     timeline starts there, without the submission.
@@ -140,7 +140,7 @@ class Timeline:
         self._flush()
 
     def continue_in(self, world: World) -> None:
-        """Continue in the world of another walk. The caller registers `on_plan`."""
+        """Continue in the world of a snapshot. The caller registers `on_plan`."""
         self._world = world
 
     def observe(self, topic: str, offset: int, event: TimelineEvent, now_us: int | None) -> None:

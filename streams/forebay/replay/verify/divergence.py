@@ -26,7 +26,7 @@ from forebay.events.decisions import (
 )
 from forebay.events.progress import ProgressEvent
 from forebay.events.topics import INPUTS
-from forebay.replay.walk import Step, Walk
+from forebay.journal.reader import JournalReader, Step
 from forebay.transport.readable import HEX_FIELDS
 
 WINNER, RUNNER_UP = "winner", "runner-up"
@@ -210,7 +210,7 @@ class DivergenceReport(msgspec.Struct, kw_only=True):
 class DivergenceTrail:
     """Collects the data for a divergence report during a walk. Create it before the first step of `walk`."""
 
-    def __init__(self, walk: Walk) -> None:
+    def __init__(self, walk: JournalReader) -> None:
         self._walk = walk
         self._plans: deque[Plan] = deque(maxlen=PLANS_KEPT)
         self._previous: tuple[int, JournalRecord] | None = None

@@ -26,13 +26,13 @@ from forebay.events.decisions import (
 from forebay.events.progress import CommandDone, CommandRefused, RequestFailed, RequestFinished, RequestProgress
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, INPUTS
+from forebay.journal.checks import FOREIGN_PROGRESS, MISSING_SNAPSHOTS, SCALING_RULES
+from forebay.journal.reader import JournalReader
 from forebay.journal.snapshots import MissingChunk, OtherState, check_snapshot
+from forebay.journal.spans import OtherSpan, spans_of
 from forebay.journal.start import oldest_state
-from forebay.replay.checks import FOREIGN_PROGRESS, MISSING_SNAPSHOTS, SCALING_RULES
 from forebay.replay.scaling.reader import ScalingVerification, verify_scaling
-from forebay.replay.spans import OtherSpan, spans_of
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
-from forebay.replay.walk import Walk
 from forebay.transport.base import Log
 
 KEPT_US = 600_000_000  # after the end of a request; later progress of its workers counts as foreign
@@ -68,7 +68,7 @@ class ForeignEvent(msgspec.Struct, kw_only=True):
 class ForeignProgress:
     """Collects progress events from workers that were not selected, while `walk` derives the decisions."""
 
-    def __init__(self, walk: Walk) -> None:
+    def __init__(self, walk: JournalReader) -> None:
         """Register with `walk`, which must not have begun."""
         self.count = 0
         self.first: list[ForeignEvent] = []
@@ -233,14 +233,14 @@ async def verify(
     begin = await oldest_state(log, partition)
     report = VerifyReport(start=begin.offset, allowed=sorted(allow))
     hasher = xxh3_64()
-    walk: Walk | None = None
+    walk: JournalReader | None = None
     for span in await spans_of(log, partition, begin, end):
         walk = None
         if not span.is_own:
             other = OtherSpan(rules=span.rules, first=span.first, end=span.end, release=span.release)
             report.others.append(other)
             continue
-        walk = Walk(log, partition, await span.start(log, partition, end, custom), span.end)
+        walk = JournalReader(log, partition, await span.start(log, partition, custom), span.end)
         await _verify_span(log, partition, walk, report, hasher, progress)
         if report.divergence is not None:
             break
@@ -251,7 +251,7 @@ async def verify(
 
 
 async def _verify_span(
-    log: Log, partition: int, walk: Walk, report: VerifyReport, hasher: xxh3_64, progress: OnProgress | None
+    log: Log, partition: int, walk: JournalReader, report: VerifyReport, hasher: xxh3_64, progress: OnProgress | None
 ) -> None:
     trail = DivergenceTrail(walk)
     foreign = ForeignProgress(walk)
@@ -301,7 +301,7 @@ async def _check_snapshot(
     return None
 
 
-def _account(partition: int, walk: Walk, report: VerifyReport) -> None:
+def _account(partition: int, walk: JournalReader, report: VerifyReport) -> None:
     report.void += walk.validity.void
     report.repeated += walk.validity.repeated
     for name, count in walk.unverified.items():
@@ -317,7 +317,7 @@ def _account(partition: int, walk: Walk, report: VerifyReport) -> None:
     report.state = hex_digest(walk.world.digest())
 
 
-async def _account_end(log: Log, partition: int, walk: Walk, report: VerifyReport) -> None:
+async def _account_end(log: Log, partition: int, walk: JournalReader, report: VerifyReport) -> None:
     """Add what the journal's last owner has not applied or written yet. Raises LogError."""
     for topic in INPUTS:
         report.unapplied += await log.end(topic.name, partition) - walk.order.offset(topic.name)
