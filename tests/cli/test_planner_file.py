@@ -70,12 +70,12 @@ def written(folder: Path, text: str, profile: Any = PROFILE) -> Path:
     return path
 
 
-def test_defaults_of_a_file(tmp_path: Path) -> None:
+def test_missing_keys_of_a_planner_file_have_defaults(tmp_path: Path) -> None:
     pool = PoolScaling(group="llama", pool="default", **POINTS)
     assert read_planner_file(written(tmp_path, POOL)).settings == PlannerSettings(pools=(pool,))
 
 
-def test_all_keys_of_a_file(tmp_path: Path) -> None:
+def test_every_key_of_a_planner_file_is_read(tmp_path: Path) -> None:
     pool = POOL_KEYS | {"profile": "profile.json"}
     whole, first = (
         "".join(f"{name} = {json.dumps(value)}\n" for name, value in keys.items()) for keys in (ALL_KEYS, pool)

@@ -135,7 +135,7 @@ def test_parsed_structured_outputs(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     "options", [{"reasoning_effort": "low"}, {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}]
 )
-def test_reasoning_when_asked(client: openai.OpenAI, options: dict[str, Any]) -> None:
+def test_reasoning_is_separate_if_requested(client: openai.OpenAI, options: dict[str, Any]) -> None:
     messages = ask("How many letters r are in strawberry?")
     completion = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=60, **options)
     message = completion.choices[0].message
@@ -159,7 +159,7 @@ def test_a_chat_and_a_stream(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(("parallel", "count"), [(True, 2), (False, 1)])
-def test_parallel_calls(client: openai.OpenAI, parallel: bool, count: int) -> None:
+def test_a_response_has_several_tool_calls(client: openai.OpenAI, parallel: bool, count: int) -> None:
     completion = client.chat.completions.create(
         model=MODEL,
         messages=ask("Get the weather in Bogotá and send an email to Bob"),
@@ -171,7 +171,7 @@ def test_parallel_calls(client: openai.OpenAI, parallel: bool, count: int) -> No
     assert [call.function.name for call in calls if call.type == "function"] == ["get_weather", "send_email"][:count]
 
 
-def test_tool_choice(client: openai.OpenAI) -> None:
+def test_tool_choice_forces_or_forbids_a_call(client: openai.OpenAI) -> None:
     def call_of(choice: Any, text: str = "Hello") -> Any:
         given = client.chat.completions.create(
             model=MODEL, messages=ask(text), tools=[WEATHER, EMAIL], tool_choice=choice, max_tokens=80

@@ -86,7 +86,7 @@ def test_invalid_options_of_several_models(folder: Path, options: list[str], mes
         ("models = 3", "models: expected an array of tables, each with the heading [[models]]"),
     ],
 )
-def test_invalid_tables(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_tables_of_models_are_rejected(tmp_path: Path, text: str, message: str) -> None:
     assert message in rejected("--config", configured(tmp_path, text))
 
 

@@ -82,7 +82,7 @@ def test_an_image_affects_every_block_it_overlaps() -> None:
 # What Dynamo's own tests and documents say of its router. docs/divergence.md lists the differences.
 
 
-def test_hash_vectors() -> None:
+def test_hashes_equal_published_vectors() -> None:
     """Dynamo lib/tokens and lib/kv-router, `compute_block_hash_for_seq`: block size 4, tokens 1 to 12."""
     assert block_hashes(TOKENS, 4) == PLAIN
     chain = [14643705804678351452, 4945711292740353085, 12583592247330656132]
@@ -108,7 +108,7 @@ def test_softmax_of_the_selectors_test() -> None:
     ("isl", "cell"),
     [(0, 0), (15_999, 0), (16_000, 1), (31_999, 1), (32_000, 1), (40_000, 1), (-1, 0), (-50_000, 0)],
 )
-def test_the_cell_of_a_grid(isl: int, cell: int) -> None:
+def test_lengths_select_a_cell_of_a_grid(isl: int, cell: int) -> None:
     """isl_min 0, isl_max 32000, resolution 2: values out of range belong to the first or last cell."""
     assert cell_index(isl, 0, 32_000, 2) == cell
 

@@ -238,7 +238,7 @@ def test_nobody_waits_who_may_go_and_the_winner_is_never_dearer_than_the_runner_
 
 @given(histories, st.integers(0, 60))
 @example([("in_store", (0, 1, 0)), ("in_store", (1, 1, 0))], 60)  # the parts of two stores had another order
-def test_a_snapshot_and_the_tail_are_the_whole(history: list[Any], cut: int) -> None:
+def test_a_snapshot_and_the_tail_give_the_whole_state(history: list[Any], cut: int) -> None:
     whole = perform_all(Driver().fleet("a", "b", "c"), history[:cut])
     advance(whole.world)
     parts = through_the_wire(whole.world)

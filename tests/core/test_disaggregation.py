@@ -53,7 +53,7 @@ def isl(most: int, ratio: float, policy: Any = "isl_bounding", **limits: Any) ->
     return rule(policy, eff_isl_threshold=most, eff_isl_ratio_threshold=ratio, **limits)
 
 
-def test_a_prompt_is_computed_by_one_worker_and_answered_by_another() -> None:
+def test_one_worker_computes_a_prompt_and_another_generates_the_response() -> None:
     drive = Driver().disagg(["p"], ["d"])
     first = drive.ask()
     assert (first.stage, first.pool, first.worker_id, first.attempt) == ("prefill", "prefillers", "p", 1)
@@ -346,7 +346,7 @@ def test_queued_requests_of_a_pool_whose_role_changes_stay_queued() -> None:
     drive.copy()
 
 
-def test_busy_prefill_workers_leave_prompts_where_they_are_answered() -> None:
+def test_decode_workers_compute_prompts_while_prefill_workers_are_busy() -> None:
     drive = Driver().disagg(["p"], ["d"])
     drive.ask("r0")
     drive("control", BusyThresholdsSet(model="m", thresholds=BusyThresholds(active_prefill_tokens_threshold=10)))
@@ -425,7 +425,7 @@ def failed_twice(*decoders: str) -> tuple[Driver, Any]:
     return drive, routed
 
 
-def test_an_answer_that_has_begun_goes_on_though_its_prompt_failed_as_often_as_it_may() -> None:
+def test_a_begun_response_continues_after_the_maximum_of_failed_prefills() -> None:
     drive, routed = failed_twice("d", "e")
     assert routed.attempt == 3
     (then,) = drive.prefilled(routed)
@@ -434,7 +434,7 @@ def test_an_answer_that_has_begun_goes_on_though_its_prompt_failed_as_often_as_i
     assert (on.stage, on.prefill) == ("aggregated", PrefillPlace(remote=False, reason="begun"))
 
 
-def test_nothing_is_enforced_of_prompts_that_are_to_be_computed_where_they_are_answered() -> None:
+def test_enforcement_does_not_apply_to_prompts_of_local_prefill() -> None:
     drive, routed = failed_twice("d")
     drive("control", DisaggregationSet(model="m", disagg=DisaggConfig(policy="never", enforce=True)))
     (on,) = drive.emit(PrefillFailed, routed, error="no room")
@@ -447,7 +447,7 @@ def busy_prefillers(*names: str) -> Driver:
     return drive
 
 
-def test_a_prompt_that_failed_goes_to_another_though_that_is_busy() -> None:
+def test_a_failed_prefill_moves_to_another_worker_even_if_that_is_busy() -> None:
     drive = busy_prefillers("p", "q")
     first, other = drive.ask(), drive.ask("other", PROMPTS[1])
     assert {first.worker_id, other.worker_id} == {"p", "q"}
@@ -455,7 +455,7 @@ def test_a_prompt_that_failed_goes_to_another_though_that_is_busy() -> None:
     assert (again.stage, again.worker_id) == ("prefill", other.worker_id)
 
 
-def test_a_prompt_whose_images_were_encoded_for_it_goes_to_a_prefill_worker_though_that_is_busy() -> None:
+def test_an_encoded_prompt_goes_to_a_prefill_worker_even_if_that_is_busy() -> None:
     drive = busy_prefillers("p")
     drive.encoders()
     drive("fleet", encoder("n", 5))
@@ -466,7 +466,7 @@ def test_a_prompt_whose_images_were_encoded_for_it_goes_to_a_prefill_worker_thou
     assert then.stage == "prefill"
 
 
-def test_another_attempt_at_an_answer_is_not_bound_to_its_session() -> None:
+def test_a_later_attempt_is_not_bound_to_the_worker_of_its_session() -> None:
     drive = Driver().disagg(["p"], ["d", "e"], session_ttl_s=10.0)
     hints: Any = RoutingHints(session_id="s")
     (then,) = drive.prefilled(drive.ask(routing=hints))

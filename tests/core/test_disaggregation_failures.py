@@ -65,7 +65,7 @@ def idle(drive: Driver) -> bool:
     return not any(load.active_requests or load.prefill_tokens for load in drive.world.load.ranks())
 
 
-def test_a_prompt_that_failed_is_computed_by_another_and_in_the_end_where_it_is_answered() -> None:
+def test_a_failed_prefill_moves_to_other_workers_and_finally_to_the_decode_worker() -> None:
     drive = Driver().disagg(["p", "q"], ["d"])
     routed = [drive.ask()]
     for _ in range(2):
@@ -206,7 +206,7 @@ def test_a_decode_worker_lost_while_it_fetches_is_replaced_and_the_cache_used_ag
     assert (then.stage, then.attempt) == ("decode", 2)
 
 
-def test_an_answer_that_has_begun_goes_on_where_it_is_decoded() -> None:
+def test_a_begun_response_continues_on_a_decode_worker_alone() -> None:
     drive = Driver().disagg(["p"], ["d", "e"], disagg=ENFORCED)
     (then,) = drive.prefilled(drive.ask())
     drive.emit(FirstTokenEmitted, then)
@@ -410,7 +410,7 @@ def test_a_single_encoder_is_tried_again() -> None:
     assert (again.worker_id, again.attempt, again.stage) == ("e", 2, "encode")
 
 
-def test_a_lost_encoder_is_replaced_by_another_or_by_who_answers() -> None:
+def test_a_lost_encoder_is_replaced_by_another_or_by_the_generating_worker() -> None:
     drive = staged("e", "f")
     first = drive.ask(media=(MEDIA,))
     (second,) = drive.lose(first.worker_id)
@@ -535,7 +535,7 @@ def test_another_policy_resumes_waiting_requests() -> None:
     assert (routed.stage, routed.prefill.reason) == ("aggregated", "no_prefill_worker")
 
 
-def test_an_epoch_of_the_holder_ends_with_what_it_kept() -> None:
+def test_kept_kv_ends_with_the_epoch_of_its_holder() -> None:
     drive = Driver().disagg(["p"], ["d"])
     (then,) = drive.prefilled(drive.ask())
     drive.lose("p")
@@ -544,7 +544,7 @@ def test_an_epoch_of_the_holder_ends_with_what_it_kept() -> None:
     assert (aborted.worker_id, aborted.holder) == (then.worker_id, None), "this p keeps nothing"
 
 
-def test_kv_of_a_request_that_is_for_a_lost_worker_alone_is_given_back() -> None:
+def test_kv_is_released_if_the_only_worker_of_its_request_is_lost() -> None:
     """Its holder stands in the record that ends it, or is told so beside that."""
     for fetching in (False, True):
         drive = Driver().disagg(["p"], ["d", "e"])

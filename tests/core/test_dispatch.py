@@ -404,7 +404,7 @@ def disagg(queue: QueueConfig) -> Driver:
     return drive
 
 
-def test_a_rank_is_sent_its_sequences_and_the_run_ahead_and_the_next_goes_when_one_ends() -> None:
+def test_a_rank_gets_up_to_its_limit_and_the_next_request_when_one_ends() -> None:
     drive = Driver().fleet("a", "b", queue=LIMITED)
     made = submit_all(drive, 21)
     assert [type(one) for one in made] == [RequestRouted] * 20 + [RequestHeld]
@@ -414,13 +414,13 @@ def test_a_rank_is_sent_its_sequences_and_the_run_ahead_and_the_next_goes_when_o
     assert (sent.request_id, sent.worker_id, active(drive, "b")) == ("r20", "b", 10)
 
 
-def test_without_a_limit_a_rank_is_sent_everything_as_it_was_before() -> None:
+def test_without_a_limit_a_rank_gets_every_request() -> None:
     drive = Driver().fleet("a")
     assert all(isinstance(submit(drive, f"r{at}"), RequestRouted) for at in range(50))
     assert active(drive, "a") == 50
 
 
-def test_an_engine_that_lets_requests_wait_gets_no_more_until_it_takes_them_up() -> None:
+def test_an_engine_with_waiting_requests_gets_no_more_until_it_runs_them() -> None:
     drive = Driver().fleet("a", queue=LIMITED)
     submit_all(drive, 6)
     drive.report("a", 3, 3)

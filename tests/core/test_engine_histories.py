@@ -540,7 +540,7 @@ def test_iterations_made_at_once_until_a_load_ends_are_the_same_as_single_ones(
     assert histories[0] == histories[1]
 
 
-def test_cancelled_while_it_is_fetched_or_was_it_frees_its_blocks() -> None:
+def test_cancelling_during_or_after_a_fetch_frees_the_blocks() -> None:
     model = engine(request("first", [1] * 5, 5), request("a", list(range(10)), 3, stage="decode"))
     model.step()
     assert model.cancel("a")  # it has its blocks, and no fetch was requested

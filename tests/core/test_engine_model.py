@@ -157,7 +157,7 @@ def test_output_blocks_are_salted_as_the_prompt_is() -> None:
     assert len(model.pool.content()) == 9
 
 
-def test_of_those_that_end_together_the_oldest_is_first() -> None:
+def test_requests_that_end_in_one_step_end_oldest_first() -> None:
     model = engine(request("a", [1], 7))
     for _ in range(3):
         model.step()

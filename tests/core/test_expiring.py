@@ -276,7 +276,7 @@ def test_any_history_is_that_of_a_dict_and_restores(history: list[tuple[int, int
     assert (len(copy), copy.digest(), list(copy.snapshot())) == (0, 0, [])
 
 
-def test_memory_of_forgotten_ids_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_forgotten_ids_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent_ids, "FORGOTTEN_MAX", 10)
     ids = RecentIds()
     for number in range(30):
@@ -317,7 +317,9 @@ PHASES = st.lists(st.tuples(st.sampled_from(Phase), st.integers(0, 1_000)), max_
 
 
 @given(PHASES, st.integers(0, 1_000), st.integers(0, 2_000))
-def test_parts_add_up(steps: list[tuple[Phase, int]], last_us: int, transfer_us: int) -> None:
+def test_times_by_part_add_up_to_the_times_by_phase(
+    steps: list[tuple[Phase, int]], last_us: int, transfer_us: int
+) -> None:
     times, now_us = TimeByPart(5), 5
     by_phase, here_us = dict.fromkeys(Phase, 0), 0
     for phase, passed_us in steps:

@@ -76,7 +76,7 @@ def fleet_in(phase: WorkerPhase) -> Fleet:
 
 
 @pytest.mark.parametrize(("phase", "kind"), list(product(WorkerPhase, FACTS)))
-def test_the_fleets_table(phase: WorkerPhase, kind: type[WorkerFact]) -> None:
+def test_the_table_of_the_fleet_has_every_transition(phase: WorkerPhase, kind: type[WorkerFact]) -> None:
     fleet = fleet_in(phase)
     before = fleet.digest(), list(fleet.snapshot())
     fact: Any = kind(owner_epoch=0, worker_id="w", worker_epoch=3)

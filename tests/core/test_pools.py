@@ -148,7 +148,7 @@ def test_a_busy_pool_and_one_without_eligible_workers_are_skipped() -> None:
     assert skipped(drive.ask("r3")) == [("a", "busy")]
 
 
-def test_if_all_refuse_the_preferred_pool_says_why() -> None:
+def test_if_all_pools_refuse_the_reason_is_that_of_the_preferred_pool() -> None:
     drive = Driver().pools("a", "b", busy=BusyThresholds(active_prefill_tokens_threshold=0))
     drive.rules(one_cell("b"))
     drive.ask("r1")

@@ -84,7 +84,9 @@ SLOTS: dict[str, tuple[list[TokenEvent], list[int], int, str]] = {
 
 
 @pytest.mark.parametrize(("slot", "tokens", "attempt", "worker_id"), SLOTS.values(), ids=SLOTS)
-def test_the_tokens_of_a_slot(slot: list[TokenEvent], tokens: list[int], attempt: int, worker_id: str) -> None:
+def test_a_reply_slot_returns_the_tokens_of_each_request(
+    slot: list[TokenEvent], tokens: list[int], attempt: int, worker_id: str
+) -> None:
     reply = folded(*slot)
     assert (reply.tokens, reply.next_index, reply.attempt) == (tokens, len(tokens), attempt)
     assert (reply.worker_id, reply.rank, reply.ended, reply.gap) == (worker_id, int(worker_id[1:]), None, False)
@@ -118,13 +120,13 @@ def test_nothing_counts_after_the_end() -> None:
     assert (reply.tokens, reply.next_index, reply.attempt, reply.gap) == ([10], 1, 1, False)
 
 
-def test_an_error_is_an_end() -> None:
+def test_a_response_ends_with_an_error() -> None:
     error = ResponseError(status=503, code="no_workers", message="none")
     refused = ResponseEnded(request_id=NAME, attempt=0, owner_epoch=0, finish_reason="error", error=error, group=GROUP)
     assert folded(refused, emitted(0, [10])).ended is refused
 
 
-def test_a_gap_is_no_answer_whatever_follows() -> None:
+def test_a_response_with_a_gap_never_ends() -> None:
     reply = folded(
         emitted(0, [10]), emitted(2, [12]), emitted(1, [11]), started(2), emitted(1, [11], attempt=2), ended(2)
     )

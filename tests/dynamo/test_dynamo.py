@@ -53,7 +53,7 @@ names = st.text(max_size=8)
 
 
 @given(st.lists(st.integers(0, (1 << 32) - 1), max_size=40), st.integers(1, 9), names, names, st.data())
-def test_block_hashes(
+def test_block_hashes_equal_those_of_dynamo(
     dynamo: Dynamo, tokens: list[int], block_size: int, lora_name: str, tenant: str, data: st.DataObject
 ) -> None:
     blocks = len(tokens) // block_size
@@ -129,7 +129,7 @@ class BothIndexes:
 
 
 @given(st.lists(changes, max_size=30))
-def test_overlaps(dynamo: Dynamo, history: list[tuple[str, int, int, int]]) -> None:
+def test_overlaps_equal_those_of_dynamo(dynamo: Dynamo, history: list[tuple[str, int, int, int]]) -> None:
     both = BothIndexes(dynamo)
     for change in history:
         both.change(*change)
@@ -250,7 +250,7 @@ class Routers:
 
 
 @pytest.mark.parametrize(("config", "environment"), CONFIGS, ids=str)
-def test_decisions(config: dict[str, Any], environment: dict[str, str]) -> None:
+def test_decisions_equal_those_of_dynamo(config: dict[str, Any], environment: dict[str, str]) -> None:
     with dynamo_with(DYN_ROUTER_USE_KV_EVENTS="false", **environment) as dynamo:
 
         @examples(4)

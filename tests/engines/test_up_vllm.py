@@ -127,7 +127,7 @@ def test_a_killed_engine_core_is_replaced_while_its_response_continues(
     assert system.end(signal.SIGKILL) == -signal.SIGKILL
 
 
-def test_vllm_is_profiled(start: Start, tmp_path: Path) -> None:
+def test_the_profiler_measures_vllm(start: Start, tmp_path: Path) -> None:
     system, out = start(kv_blocks=128), tmp_path / "profile.json"
     run = forebay("profile", "run", "--url", system.url, "--out", str(out), *GRID)
     assert run.returncode == 0, run.stderr

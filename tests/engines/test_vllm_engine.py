@@ -92,7 +92,7 @@ async def test_evicted_blocks_are_reported(vllm: Driven) -> None:
     assert 0 < len(vllm.held[0]) <= KV_BLOCKS
 
 
-async def test_logprobs(vllm: Driven) -> None:
+async def test_tokens_have_log_probabilities(vllm: Driven) -> None:
     answer = await vllm.ask([16, 17, 18], 4, logprobs=3)
     assert len(answer.logprobs) == len(answer.tokens) == 4
     for token, one in zip(answer.tokens, answer.logprobs, strict=True):
@@ -118,7 +118,7 @@ async def test_sampling_is_passed_on(vllm: Driven) -> None:
     assert seeded[0].tokens == seeded[1].tokens != seeded[2].tokens
 
 
-async def test_structured_output(vllm: Driven, model: Path) -> None:
+async def test_output_matches_the_requested_structure(vllm: Driven, model: Path) -> None:
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -148,7 +148,9 @@ async def test_structured_output(vllm: Driven, model: Path) -> None:
         ({"lora_name": "nobody"}, 404, "model_not_found", "nobody"),
     ],
 )
-async def test_refusals(vllm: Driven, options: dict[str, Any], status: int, code: str, fragment: str) -> None:
+async def test_unsupported_requests_are_refused(
+    vllm: Driven, options: dict[str, Any], status: int, code: str, fragment: str
+) -> None:
     answer = await vllm.ask(**({"prompt": [24]} | options))
     assert answer.error is not None
     assert (answer.error.status, answer.error.code) == (status, code)
@@ -243,7 +245,7 @@ async def test_incompatible_adapters_are_refused(vllm: Driven, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("level", [1, 2])
-async def test_sleep_and_wake_up(vllm: Driven, level: int) -> None:
+async def test_a_sleeping_engine_wakes_up(vllm: Driven, level: int) -> None:
     prompt, generated = GREEDY[2]
     await vllm.ask(prompt, 1)
     await vllm.until(lambda: vllm.blocks(prompt) <= vllm.held[0])
@@ -258,7 +260,7 @@ async def test_sleep_and_wake_up(vllm: Driven, level: int) -> None:
     await vllm.until(lambda: vllm.blocks(prompt) <= vllm.held[0])
 
 
-async def test_pause_and_resume(vllm: Driven) -> None:
+async def test_a_paused_engine_resumes(vllm: Driven) -> None:
     prompt = [33, *range(100, 150)]
     alone = await vllm.ask(prompt, 200)
     answer = vllm.submit(vllm.item(prompt, 200))

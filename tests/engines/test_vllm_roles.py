@@ -199,7 +199,7 @@ async def test_unfetchable_kv_is_reported(pair: Pair) -> None:
     assert (await pair.decoded(prompt, prefilled)).finished is not None, "it still lay there"
 
 
-async def test_a_peer_that_is_not_there(pair: Pair) -> None:
+async def test_fetching_from_an_unreachable_worker_fails(pair: Pair) -> None:
     prompt = [(23 * at) % 250 + 10 for at in range(2 * BLOCK)]
     prefilled = await pair.prefilled(prompt)
     nowhere = {"remote_engine_id": "gone", "remote_port": free_ports(1)}

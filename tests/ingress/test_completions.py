@@ -281,7 +281,7 @@ async def test_a_stalled_client_is_dropped_after_the_deadline(monkeypatch: pytes
         assert scene.metric(f'dynamo_frontend_disconnected_clients{{model="{NAME}"}} 1.0')
 
 
-async def test_openai_client(scene: Scene) -> None:
+async def test_the_openai_client_reads_completions(scene: Scene) -> None:
     hello: Any = HELLO
     async with scene.openai_client() as client:
         assert [model.id async for model in await client.models.list()] == [NAME]

@@ -172,7 +172,7 @@ def test_the_schema_of_tokenize_has_an_empty_prompt(prompt: Any) -> None:
     Draft202012Validator(TokenizeTextBody.model_json_schema()["properties"]["prompt"]).validate(prompt)
 
 
-async def test_health_and_models(scene: Scene) -> None:
+async def test_health_and_the_list_of_models_are_served(scene: Scene) -> None:
     assert (await scene.client.get("/live")).status_code == 200
     assert (await scene.client.get("/ready")).status_code == 200
     scene.presence.owner = None

@@ -119,7 +119,7 @@ async def test_a_server_that_does_not_respond_is_an_error_and_the_loop_continues
         await scaling
 
 
-async def test_a_server_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+async def test_an_unreachable_api_server_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "kubeconfig"
     KubernetesStub({}, free_ports(1)).write_kubeconfig(path)
     with pytest.raises(ActuatorError, match="does not respond"):

@@ -38,7 +38,7 @@ def scraped(*metrics: SupervisorMetrics) -> dict[str, float]:
     return {"/".join(one.labels.values()): one.value for family in families for one in family.samples}
 
 
-async def test_decisions_by_result(log: SqliteLog) -> None:
+async def test_metrics_count_decisions_by_result(log: SqliteLog) -> None:
     actuator = RecordingActuator(pools=frozenset({KEY}))
     service = ActuatorService(log, actuator)
     metrics = SupervisorMetrics(service, None)
@@ -61,7 +61,7 @@ async def test_decisions_by_result(log: SqliteLog) -> None:
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_workers_by_status(log: SqliteLog, supervised: Supervised) -> None:
+async def test_metrics_count_workers_by_status(log: SqliteLog, supervised: Supervised) -> None:
     (supervised.folder / "hold").touch()
     async with supervised.supervisor() as actuator:
         metrics = SupervisorMetrics(ActuatorService(log, actuator), actuator)

@@ -213,7 +213,7 @@ def test_representative_recordings_contain_every_type_of_event() -> None:
 
 
 @pytest.mark.parametrize("path", recordings.ALL, ids=lambda path: path.stem)
-def test_recorded_decisions(path: Path) -> None:
+def test_decisions_of_golden_logs_are_derived_again(path: Path) -> None:
     allowed = {"foreign-records"} & {path.stem}
     (report,) = check_recording(path, allowed, CUSTOM).values()
     assert report.verified == report.decisions > 0

@@ -175,7 +175,7 @@ def test_changed_fields_of_a_decision(recording: Path) -> None:
         assert hint in report["hint"]
 
 
-def test_removed_decision(recording: Path) -> None:
+def test_a_removed_decision_is_a_divergence(recording: Path) -> None:
     offset, event = routed(recording)
     rewrite_topic(recording, DECISIONS, lambda values: values[:offset] + values[offset + 1 :])
     report = divergence(recording)
@@ -183,7 +183,7 @@ def test_removed_decision(recording: Path) -> None:
     assert f"its seq is {event.seq + 1}, that of the previous record is {event.seq - 1}: 1 records" in report["hint"]
 
 
-def test_repeated_decision(recording: Path) -> None:
+def test_a_repeated_decision_is_skipped_and_counted(recording: Path) -> None:
     """It has no effect, so it is counted and does not fail the verification."""
     offset, _ = routed(recording)
     before, _ = checked(recording, 0)
@@ -193,7 +193,7 @@ def test_repeated_decision(recording: Path) -> None:
     assert "repeated   1 records that repeat an earlier record" in command(recording).stdout
 
 
-def test_changed_state_digest(recording: Path) -> None:
+def test_a_changed_digest_is_a_divergence(recording: Path) -> None:
     offset, event = first_of(recording, DECISIONS, Advanced)
     edit(recording, DECISIONS, offset, event, digest="0" * 16)
     report = divergence(recording)

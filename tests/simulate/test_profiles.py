@@ -444,7 +444,7 @@ def run(*requests: ObservedRequest) -> EngineRun:
     return EngineRun(SMALL, list(requests))
 
 
-def test_lone_request() -> None:
+def test_a_lone_request_gives_the_amounts_of_its_work() -> None:
     (one,), found = amounts(run(request(1_000, 150, 11, 3_000, 8_000, cached=32)))
     assert one.routed_us == 1_000
     ttft, itl = found[:, 0]

@@ -102,7 +102,7 @@ async def test_a_server_that_ignores_max_tokens_is_cut(stream: Any) -> None:
         Reply(200, json.dumps(chunk(text=" word word", reason="stop")).encode()),
     ],
 )  # fmt: skip
-async def test_a_stream_is_read_as_the_standard_says(stream: Any) -> None:
+async def test_streams_of_every_standard_form_are_read(stream: Any) -> None:
     answer, _, _ = await ask(stream)
     assert (answer.error, text_of(answer)) == (None, " word word")
 
@@ -387,7 +387,7 @@ async def test_a_server_is_described_by_what_it_publishes() -> None:
         (b"<html>", (None, None)),
     ],
 )
-async def test_sizes_of_sglang(body: bytes, sizes: tuple[int | None, int | None]) -> None:
+async def test_sizes_of_an_sglang_server_are_read(body: bytes, sizes: tuple[int | None, int | None]) -> None:
     async with OddServer("sglang") as server:
         server.replies["/server_info"] = (200, [body])
         info = await described(server.url)

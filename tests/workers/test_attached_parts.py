@@ -60,7 +60,7 @@ TENSORRT_LLM = (
         ("[]", None),
     ],
 )
-def test_loads_of_servers(metrics: str, load: ServerLoad | None) -> None:
+def test_metrics_of_each_server_give_its_load(metrics: str, load: ServerLoad | None) -> None:
     assert read_load(metrics) == load
 
 
@@ -83,7 +83,7 @@ def test_loads_of_servers(metrics: str, load: ServerLoad | None) -> None:
         ('[{"kvCacheStats": {"usedNumBlocks": ' + "9" * 400 + ', "maxNumBlocks": 1}}]', "malformed"),
     ],
 )
-def test_unreadable_metrics(metrics: str, message: str) -> None:
+def test_metrics_that_cannot_be_read_give_no_load(metrics: str, message: str) -> None:
     with pytest.raises(MetricsUnreadable) as error:
         read_load(metrics)
     assert message in str(error.value)

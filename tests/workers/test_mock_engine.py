@@ -323,7 +323,7 @@ def test_a_chat_with_an_unfinished_message_of_the_assistant_has_no_script() -> N
         ("grammar", "root ::= 1", None),
     ],
 )
-def test_structures(kind: Any, text: str, found: str | None) -> None:
+def test_scripted_output_has_the_requested_structure(kind: Any, text: str, found: str | None) -> None:
     script = script_of("prompt", structured=StructuredOutput(kind=kind, text=text))
     assert script is None if found is None else script is not None and script[0].startswith(found)
 

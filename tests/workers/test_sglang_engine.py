@@ -145,7 +145,7 @@ async def test_higher_priority_runs_sooner_if_sglang_schedules_by_priority(
         assert manager().requested_with[-1].get("priority") == wanted
 
 
-async def test_embeddings(started: Start) -> None:
+async def test_prompts_are_embedded(started: Start) -> None:
     async with started(is_embedding=True) as one:
         assert one.spec.tasks == ("embed",)
         answer = await one.ask(PROMPT, task="embed")
@@ -404,7 +404,7 @@ async def test_engine_metrics_are_exported(started: Start) -> None:
     assert names == {"sglang:little_things", "forebay_worker_kv_events"}
 
 
-def test_sampling_arguments() -> None:
+def test_sampling_parameters_become_arguments_of_sglang() -> None:
     sampling = Sampling(
         max_tokens=9,
         temperature=0.5,
@@ -422,7 +422,7 @@ def test_sampling_arguments() -> None:
     assert arguments["regex"] == "a+"
 
 
-def test_arguments(settings: EngineSettings) -> None:
+def test_settings_become_arguments_of_sglang(settings: EngineSettings) -> None:
     arguments = engine_arguments(settings, None)
     assert (arguments["page_size"], arguments["max_total_tokens"]) == (4, 128)
     assert "kv_events_config" not in arguments and "dp_size" not in arguments
@@ -561,7 +561,7 @@ def test_rooms_encode_the_rank() -> None:
     assert len(set(rooms)) == len(rooms)
 
 
-def test_bootstrap_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bootstrap_host_is_the_configured_or_the_local_address(monkeypatch: pytest.MonkeyPatch) -> None:
     sglang_standin.install(monkeypatch)
     assert bootstrap_host({"dist_init_addr": "10.0.0.1:5000"}) == "10.0.0.1"
     assert bootstrap_host({}) == "127.0.0.1"

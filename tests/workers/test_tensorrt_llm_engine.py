@@ -102,7 +102,7 @@ async def test_response_that_fails_after_its_first_token(started: Start, failure
 
 
 @pytest.mark.parametrize("why", ["stop", "timeout", "cancelled"])
-async def test_finish_reasons(started: Start, why: str) -> None:
+async def test_the_finish_reason_of_the_engine_ends_the_response(started: Start, why: str) -> None:
     async with started() as one:
         llm().end_after[77] = why
         answer = await one.ask([77, *PROMPT], 9)
@@ -274,7 +274,7 @@ def test_invalid_statistics_are_ignored(wrong: object) -> None:
     assert step_stats(wrong) is None
 
 
-def test_statistics() -> None:
+def test_statistics_of_the_engine_become_the_load() -> None:
     stats = step_stats(
         {
             "kvCacheStats": {"usedNumBlocks": 3, "maxNumBlocks": 12},
@@ -286,7 +286,7 @@ def test_statistics() -> None:
     assert (stats.rank, stats.running, stats.waiting, stats.usage) == (2, 5, 7, 0.25)
 
 
-def test_sampling_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_parameters_become_arguments_of_tensorrt_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     greedy = sampling_arguments(Sampling(max_tokens=9, temperature=0.0, top_k=50))
     assert greedy["top_k"] == 1 and "temperature" not in greedy
     drawn = sampling_arguments(Sampling(max_tokens=9, temperature=0.7, top_k=50, seed=3, min_tokens=2))
@@ -301,7 +301,7 @@ async def test_structured_output_is_guided_decoding(started: Start) -> None:
         assert llm().requested_with[-1]["sampling_params"].guided_decoding.regex == "a+"
 
 
-def test_arguments(settings: EngineSettings) -> None:
+def test_settings_become_arguments_of_tensorrt_llm(settings: EngineSettings) -> None:
     arguments = engine_arguments(settings, kv_events=True)
     assert arguments["kv_cache_config"] == {
         "enable_block_reuse": True,

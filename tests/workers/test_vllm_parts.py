@@ -86,7 +86,9 @@ def test_sampling_arguments_have_the_names_of_vllm() -> None:
         ("choice", '["a.b", "c"]', ("choice", ["a.b", "c"]), ("regex", r"(a\.b|c)"), ("regex", r"(a\.b|c)")),
     ],
 )
-def test_structured_outputs(kind: Any, text: str, vllm: Any, sglang: Any, tensorrt_llm: Any) -> None:
+def test_structured_output_becomes_parameters_of_vllm(
+    kind: Any, text: str, vllm: Any, sglang: Any, tensorrt_llm: Any
+) -> None:
     structured = StructuredOutput(kind=kind, text=text)
     assert structured_arguments(structured) == dict([vllm])
     assert structured_argument(structured) == sglang
@@ -245,7 +247,7 @@ def test_other_metrics_are_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_step_statistics() -> None:
+def test_statistics_of_a_step_become_the_load() -> None:
     reported: list[tuple[int, int, int, float]] = []
     of_tiers: list[tuple[int, bytes]] = []
     stats = VllmStepStats(

@@ -113,7 +113,7 @@ async def tables_of(made: Recorder) -> Any:
     return connection
 
 
-async def test_filters() -> None:
+async def test_filters_select_requests() -> None:
     made = fleet("a", "b")
     for name in ("one", "two_1", "two%1", "three"):
         made("requests", submitted(name, SHORT))

@@ -151,7 +151,7 @@ def used_twice() -> Recorder:
 
 
 @timed
-async def test_an_id_that_was_used_twice(tmp_path: Path) -> None:
+async def test_an_id_that_was_used_twice_is_explained_per_use(tmp_path: Path) -> None:
     made = used_twice()
     log = await made.log()
     follower = await index(log, tmp_path / "catalog")

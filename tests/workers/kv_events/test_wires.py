@@ -123,7 +123,7 @@ def test_full_hashes_equal_their_short_forms() -> None:
         ("DISK", "disk"),
     ],
 )
-def test_media_are_tiers(medium: str | None, tier: str) -> None:
+def test_media_of_kv_events_name_tiers(medium: str | None, tier: str) -> None:
     for event in (vllm_stored([1], PROMPT[:32], medium=medium), vllm_removed(1, medium=medium)):
         [read] = vllm(event).events
         assert isinstance(read, StoredBlocks | RemovedBlocks) and read.tier == tier
