@@ -22,15 +22,15 @@ class ConsoleSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     source: LogSource
     name: str
-    kind: SourceKind
+    kind: SourceKind = "file"
     group: str
-    partition: int
-    cache_dir: str | None
-    host: str
+    partition: int = 0
+    cache_dir: str | None = None
+    host: str = "127.0.0.1"
     port: int
-    allow_hosts: tuple[str, ...]
-    certfile: str | None
-    keyfile: str | None
+    allow_hosts: tuple[str, ...] = ()
+    certfile: str | None = None
+    keyfile: str | None = None
     token: str
     ingress_url: str
     fields: tuple[str, ...] = ()

@@ -20,15 +20,13 @@ from forebay.ingress.front import Front
 from forebay.ingress.group import Readiness
 from forebay.ingress.http.app import build_app
 from forebay.ingress.http.endpoint import Endpoint
-from forebay.ingress.http.protocol import ConnectionLimits, connections_allowed
-from forebay.ingress.http.server import build_server, serve_until_drained
 from forebay.ingress.kafka_api.api import KafkaApi
 from forebay.ingress.kafka_api.shared import KafkaApiMetrics
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
 from forebay.ingress.served_models import ServedModels
 from forebay.ingress.settings import IngressSettings
-from forebay.processes.listening import Hosts, listening
+from forebay.processes.listening import Hosts, listening, serve_http
 from forebay.processes.metrics_server import process_registry
 from forebay.processes.notices import announce
 from forebay.processes.service import Cluster, connected, leases_at, until_signal
@@ -135,12 +133,10 @@ async def _serve(
         with tempfile.TemporaryDirectory(prefix="forebay-models-") as folder:
             models = ServedModels(front, directory, store, Path(folder), leases.hold, ready_of, model)
             registry.register(HeartbeatMetrics(models.presences))
-            limits = ConnectionLimits(front.metrics.reject, connections_allowed())
             app = build_app(models, registry, explainer, hosts)
             address, port = listener.getsockname()[:2]
             text = f"ingress {settings.ingress_id} serves {settings.model_name} on"
             started = partial(announce, f"{text} {endpoint.scheme}://{address}:{port}/v1")
-            server = build_server(app, started, limits, endpoint.tls)
 
             async def stop() -> None:
                 announce(stop_notice(f"ingress {settings.ingress_id}", front.drain.in_flight, drain_s))
@@ -148,9 +144,9 @@ async def _serve(
 
             api = KafkaApi(log, models, KafkaApiMetrics(registry), counts.replies)
 
-            async def serve_http() -> None:
+            async def serve() -> None:
                 await _until_known(models)
-                await serve_until_drained(server, listener, front.drain, front.slot.interrupt_all, drain_s)
+                await serve_http(app, front, listener, endpoint, drain_s, started)
 
             keeper.start()
             if model is not None:
@@ -159,7 +155,7 @@ async def _serve(
                 front.run(),
                 models.run(),
                 leases.replaced,
-                serve_http(),
+                serve(),
                 _until_draining(api.run(), front.drain),
                 directory.run(),
             )

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from rich.table import Table
 
+from forebay.cli.common.engine_profile import write_profile
 from forebay.cli.common.tables import results, table
 from forebay.cli.profiler.profile_file import MeasuredProfile
-from forebay.cli.simulate.profile import write_profile
 from forebay.simulate.profiles.profile import EngineSizes, Profile
 
 

@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from forebay.analysis.engine_runs import engine_runs
+from forebay.cli.common.engine_profile import write_profile
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.simulate.against import recorded_history
 from forebay.cli.simulate.command import FitCommand
-from forebay.cli.simulate.profile import write_profile
 from forebay.runtime.errors import ConfigError
 from forebay.simulate.profiles.fitting import FitImpossible, TimingFit, fit
 from forebay.simulate.profiles.profile import EngineSizes, Profile

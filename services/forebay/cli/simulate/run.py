@@ -20,7 +20,7 @@ from forebay.cli.common.errors import BROKEN, explained, fail
 from forebay.cli.common.survey import print_survey, survey_lines
 from forebay.cli.common.tables import in_markup, results, table
 from forebay.cli.common.terminal import printable
-from forebay.cli.planner.planner_file import PlannerFile
+from forebay.cli.planner.planner_file import PlannerFile, read_planner_file
 from forebay.cli.simulate.command import SimulateCommand
 from forebay.cli.simulate.options import (
     US_PER_S,
@@ -38,12 +38,15 @@ from forebay.cli.simulate.options import (
     to_json,
     workload_options,
 )
-from forebay.cli.simulate.planned import planning_of, read_planner, targets_of
 from forebay.cli.simulate.report.page import require_report, write_report
 from forebay.cli.simulate.simulations import Work, reason, run_all
 from forebay.events.control import RouterConfig
+from forebay.events.scaling import DemandForecast, SimulatedSize
+from forebay.planner.predictors import predictor
+from forebay.planner.simulation import simulated_sizes
 from forebay.processes.notices import complain
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import ConfigError, prefixed
+from forebay.simulate.planned import Planning, require_plannable
 from forebay.simulate.reading import open_workload
 from forebay.simulate.settings import Settings
 from forebay.simulate.slo import Slo
@@ -128,8 +131,10 @@ def _plan(
     """Validate the inputs. Exits with an error message if the workload cannot be simulated."""
     with explained():
         settings = settings_of(fleet)
-        planner = None if planner_file is None else read_planner(planner_file, settings)
-        slo = targets_of(planner) if slo_options == (None, None) else slo_of(*slo_options)
+        planner = None if planner_file is None else _read_planner(planner_file, settings)
+        slo = slo_of(*slo_options)
+        if planner is not None and slo is None:
+            slo = Slo(ttft_ms=planner.settings.ttft_ms, itl_ms=planner.settings.itl_ms)
         options = workload_options(shape, fleet.seed, models=settings.models)
         routers = {name: router_of(name) for name in policies_of(policies, settings)}
         require_routers(routers.values(), settings.pools)
@@ -138,11 +143,29 @@ def _plan(
         opened = open_workload(workload, options)
         survey = opened.survey()
         require_servable(opened, settings)
-    planning = None if planner is None else partial(planning_of, planner)
+    planning = None if planner is None else partial(_planning_of, planner)
     jobs = [
         Job(name, settings, router, workload, options, survey.requests, planning) for name, router in routers.items()
     ]
     return _Plan(opened.name, survey, settings, options, routers, slo, jobs, planner)
+
+
+def _read_planner(path: Path, settings: Settings) -> PlannerFile:
+    """Read the file of a planner. Raises ConfigError if it is invalid, or cannot scale the fleet."""
+    planner = read_planner_file(path)
+    with prefixed(f"--planner {path}"):
+        require_plannable(planner.settings, settings)
+    return planner
+
+
+def _planning_of(planner: PlannerFile) -> Planning:
+    """Return the planner of a simulation with its predictor."""
+    settings, engines = planner.settings, planner.engines
+
+    def simulate(forecast: DemandForecast, target: float) -> Iterator[SimulatedSize]:
+        return simulated_sizes(forecast, settings, engines, target)
+
+    return Planning(settings, predictor(settings.predictor), simulate)
 
 
 def _run_jobs(plan: _Plan, *, whole: bool) -> list[SimulationRun]:
