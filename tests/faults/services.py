@@ -14,7 +14,7 @@ from forebay.events.control import RouterConfig
 from forebay.events.fleet import WorkerSpec
 from forebay.events.topics import TOKENS
 from forebay.ingress.front import Front
-from forebay.ingress.group import GroupClient, Readiness
+from forebay.ingress.group import GroupClient
 from forebay.ingress.kafka_api.api import KafkaApi
 from forebay.ingress.kafka_api.shared import KafkaApiMetrics
 from forebay.ingress.metrics import IngressMetrics
@@ -24,7 +24,6 @@ from forebay.ingress.settings import IngressSettings
 from forebay.live.router.router import Router, RouterSettings
 from forebay.transport.base import LeaseError, Leases, Log, LogError
 from forebay.transport.directory import Directory
-from forebay.transport.heartbeats import RouterHeartbeats
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.models import ModelStore
 from forebay.workers.engines.mock.engine import MockEngine
@@ -91,12 +90,7 @@ class RouterService:
             snapshot_age_s=20.0,
         )
         self.router = Router(
-            to.log,
-            to.leases,
-            directory,
-            settings,
-            CollectorRegistry(),
-            ingress_leases=to.ingress_leases,
+            to.log, to.leases, directory, settings, CollectorRegistry(), ingress_leases=to.ingress_leases
         )
         self._coordinator.join(process, self.router)
         if self._stopping:
@@ -177,11 +171,9 @@ class IngressService:
         settings = replace(settings, incarnation=runtime.random_id())
         directory = Directory(to.log)
         await directory.start()
-        ready = Readiness(RouterHeartbeats(to.log, GROUP), directory)
         reply_from = await to.log.end(TOKENS.name, self._slot)
         front = Front(to.log, settings, IngressMetrics(CollectorRegistry(), GROUP), reply_from, self._model)
-        store = ModelStore(to.log)
-        models = ServedModels(front, directory, store, Path(), lambda _: None, lambda _: ready, self._model)
+        models = ServedModels(front, directory, ModelStore(to.log), Path(), lambda _: None, model=self._model)
         async with _keeper(to.ingress_leases) as keeper:
             keeper.hold(GROUP, settings.ingress_id, settings.incarnation, b"", lambda _: self._stopped.set())
             self.group = models.group(GROUP)

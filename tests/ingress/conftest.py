@@ -47,13 +47,12 @@ from forebay.ingress.http.server import Server, build_server, listen
 from forebay.ingress.loaded_model import LoadedModel
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
-from forebay.ingress.served_models import ServedModels
 from forebay.ingress.settings import IngressSettings
 from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.harness.memory_log import fail_commits, memory_log
-from tests.harness.only_model import Placed, Present, only_model
+from tests.harness.only_model import OnlyModel
 from tests.system import until
 
 NAME = "test-model"
@@ -69,24 +68,17 @@ HEADERS = {"authorization": f"Bearer {ADMIN_TOKEN}", "content-type": "applicatio
 class Scene:
     """HTTP client of an ingress, and methods that play router and worker on its log."""
 
-    def __init__(
-        self,
-        log: SqliteLog,
-        db: sqlite3.Connection,
-        models: ServedModels,
-        loaded: LoadedModel,
-        presence: Present,
-        registry: CollectorRegistry,
-    ) -> None:
+    loaded: LoadedModel
+    model: Model
+
+    def __init__(self, log: SqliteLog, db: sqlite3.Connection, registry: CollectorRegistry, only: OnlyModel) -> None:
         self.log = log
         self._db = db
-        self.models = models
-        self.loaded = loaded
-        self.model = loaded.model
-        self.group = loaded.group
-        self.front = loaded.group.front
-        self.presence = presence
         self.registry = registry
+        self.only = only
+        self.models = only.models
+        self.front = only.models.front
+        self.group = only.models.group(NAME)
         self._answered = 0
 
     @functools.cached_property
@@ -307,9 +299,9 @@ async def make_scene(
     settings = IngressSettings(ingress_id="i1", **{**fields, **changes})
     model = model or copy.copy(default_model())  # a test may change attributes of its model
     front = Front(wrap(log), settings, IngressMetrics(registry, NAME), 0, model)
-    ready = Placed(front, 0 if is_placed else None)
-    models = only_model(front, model, ready)
-    scene = Scene(log, db, models, (await models.only("")).loaded, ready.presence, registry)
+    scene = Scene(log, db, registry, OnlyModel(front, model, 0 if is_placed else None))
+    scene.loaded = (await scene.models.only("")).loaded
+    scene.model = model
     running = asyncio.create_task(front.run())
     try:
         yield scene

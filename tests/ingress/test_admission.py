@@ -20,20 +20,7 @@ from forebay.ingress.http.server import build_server, listen
 from forebay.ingress.metrics import IngressMetrics
 from forebay.transport.base import Draft, LogFull
 from tests.harness.local import free_ports
-from tests.harness.only_model import Present
-from tests.ingress.conftest import (
-    CHAT,
-    EMBED,
-    HEADERS,
-    NAME,
-    ROUTE,
-    TEXT,
-    Scene,
-    chat,
-    error,
-    make_scene,
-    text,
-)
+from tests.ingress.conftest import CHAT, EMBED, HEADERS, NAME, ROUTE, TEXT, Scene, chat, error, make_scene, text
 from tests.system import PATIENCE_S, until
 
 CONNECTIONS = 96
@@ -182,7 +169,7 @@ async def test_without_an_owner_a_request_is_rejected_at_once(
         raise AssertionError("the text was tokenized before the request was refused")
 
     monkeypatch.setattr(scene.model, "encode", tokenized)
-    scene.presence.has_owner = False
+    scene.only.silent_s = 3.0
     response = await scene.client.post(path, json=body)
     assert error(response) == (503, "no_owner")
     assert int(response.headers["retry-after"]) >= 1
@@ -192,7 +179,7 @@ async def test_without_an_owner_a_request_is_rejected_at_once(
 async def test_a_submitted_request_continues_without_an_owner(scene: Scene) -> None:
     pending = scene.start(*REQUESTS[1])
     request = await scene.next_request()
-    scene.presence.has_owner = False
+    scene.only.silent_s = 3.0
     scene.reply(request.request_id, "Hi")
     assert (await pending).status_code == 200
 
@@ -217,7 +204,7 @@ async def test_an_unacknowledged_request_fails_and_is_cancelled(
 ) -> None:
     monkeypatch.setattr(group, "ACKNOWLEDGED_S", 3_600 if is_silent else 0.05)
     monkeypatch.setattr(group, "CHECKED_S", 0.01)
-    scene.presence.owner_age_s = 0.8 if is_silent else 0.1
+    scene.only.silent_s = 0.8 if is_silent else 0.1
     _, late = acknowledge_late(scene, monkeypatch)
     response = await scene.start(*REQUESTS[1])
     assert error(response) == (503, "log_unavailable")
@@ -234,11 +221,11 @@ async def test_a_request_waits_for_a_late_acknowledgement_while_the_owner_beats(
     monkeypatch.setattr(group, "CHECKED_S", 0.01)
     checked = asyncio.Event()
 
-    def silent_s(_: Present) -> float:
+    def silent_s(_: object) -> float:
         checked.set()
         return 0.1
 
-    monkeypatch.setattr(Present, "owner_age_s", property(silent_s))
+    monkeypatch.setattr(type(scene.only), "silent_s", property(silent_s))
     is_back, _ = acknowledge_late(scene, monkeypatch)
     pending = scene.start(*REQUESTS[1])
     request = await scene.next_request()

@@ -175,7 +175,7 @@ def test_the_schema_of_tokenize_has_an_empty_prompt(prompt: Any) -> None:
 async def test_health_and_the_list_of_models_are_served(scene: Scene) -> None:
     assert (await scene.client.get("/live")).status_code == 200
     assert (await scene.client.get("/ready")).status_code == 200
-    scene.presence.owner = None
+    scene.only.owner.owner = None
     for path in ("/ready", "/health"):
         response = await scene.client.get(path)
         assert error(response) == (503, "not_ready")

@@ -38,7 +38,6 @@ from forebay.transport.base import Draft
 from forebay.transport.directory import Directory
 from forebay.transport.models import ModelStore
 from forebay.transport.sqlite.log import SqliteLog
-from tests.harness.only_model import Present
 from tests.ingress.conftest import ADMIN_TOKEN, client_of, error
 from tests.system import until
 
@@ -117,11 +116,7 @@ async def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     settings = IngressSettings(model_name=ALL_MODELS, ingress_id="i", admin_token=ADMIN_TOKEN)
     front = Front(log, settings, IngressMetrics(CollectorRegistry(), None), 0)
     loaded: list[str] = []
-
-    def ready_of(name: str) -> Readiness:
-        return Readiness(heartbeats.RouterHeartbeats(log, name), directory)
-
-    models = ServedModels(front, directory, store, tmp_path, loaded.append, ready_of)
+    models = ServedModels(front, directory, store, tmp_path, loaded.append)
     made = Scene(log, models, store, loaded)
     for partition, name in enumerate(MODELS):
         await made.append(GROUPS, 0, GroupPlaced(group=name, partition=partition), name)
@@ -229,7 +224,9 @@ async def test_only_models_of_this_process_are_served(scene: Scene, tmp_path: Pa
     await directory.start()
     await store.start()
     beat = RouterHeartbeat(group="two", router_id="r", role="owner", ready_aggregated=1, card=digest)
-    ready = {"two": Readiness(Present(beat), directory)}
+    presence = heartbeats.RouterHeartbeats(scene.log, "two", lambda: 0.0)
+    presence.owner = beat
+    ready = {"two": Readiness(presence, directory)}
     models = ServedModels(scene.models.front, directory, store, tmp_path, scene.loaded.append, ready.get)
     running = asyncio.create_task(models.run())
     await until(lambda: models.names == ["two"])

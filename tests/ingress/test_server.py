@@ -325,11 +325,8 @@ class Served(NamedTuple):
 async def served(scene: Scene, drain_s: float) -> AsyncIterator[Served]:
     listener, port = scene.listen()
     server = build_server(scene.app)
-
-    def interrupt(reason: str) -> None:
-        scene.group.replies.interrupt_all(reason)
-
-    serving = asyncio.create_task(serve_until_drained(server, listener, scene.front.drain, interrupt, drain_s))
+    interrupt, drain = scene.front.slot.interrupt_all, scene.front.drain
+    serving = asyncio.create_task(serve_until_drained(server, listener, drain, interrupt, drain_s))
     await until(lambda: server.started)
     # A client that gives up would end a request that the server failed to end.
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None) as client:

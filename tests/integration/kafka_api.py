@@ -31,7 +31,7 @@ from forebay.transport.base import Draft
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, create_topics
-from tests.harness.only_model import Placed, only_model
+from tests.harness.only_model import OnlyModel
 
 NAME = "test-model"
 KAFKA_API_PARTITIONS = 2
@@ -213,7 +213,7 @@ async def kafka_api_server(
         )
         reply_from = await log.end(TOKENS.name, 0)
         front = Front(log, ingress_settings, IngressMetrics(registry, model_name), reply_from, model)
-        models = only_model(front, model, Placed(front, 0))
+        models = OnlyModel(front, model).models
         tasks = [
             asyncio.create_task(front.run()),
             asyncio.create_task(KafkaApi(log, models, KafkaApiMetrics(registry), REPLY_SLOTS).run()),

@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel, DecodeStream
 
+from forebay.events.models import ModelCard, ModelFile
 from forebay.events.names import NameInvalid, require_name
 from forebay.ingress.chat_template import COMPILE_ERRORS, RENDERED_CHARS_MAX, TEMPLATE_ERRORS, ChatTemplate, TooLong
 from forebay.ingress.errors import invalid
@@ -62,6 +63,7 @@ class Model:
     """Tokenizer, chat template and configuration of one model directory.
 
     Attributes:
+        card: what the model card says about the model, without the files.
         context_tokens: maximum number of tokens of a prompt and its response together.
         vocabulary_size: number of token ids, including added tokens.
         dimensions: lengths to which embeddings may be truncated; None if truncation is not allowed, empty for any.
@@ -82,7 +84,8 @@ class Model:
             raise InvalidModel(f"{path}: not a valid tokenizer ({error})") from error
         self.tokenizer.no_truncation()  # a prompt that is too long must be rejected, not cut
         self.tokenizer.no_padding()
-        self.context_tokens = context_tokens_of(directory)
+        self.card = card_of(directory)
+        self.context_tokens = self.card.context_tokens
         self.vocabulary_size: int = self.tokenizer.get_vocab_size(with_added_tokens=True)
         special = _special_tokens(tokenizer_config, read_json(directory / "special_tokens_map.json"))
         self.token_bytes = TokenBytes(self.tokenizer)
@@ -307,11 +310,20 @@ def _dimensions(config: dict[str, Any]) -> tuple[int, ...] | None:
     return () if config.get("is_matryoshka") else None
 
 
-def context_tokens_of(directory: Path) -> int:
-    """Return the maximum tokens of a prompt and its response together. If it is unknown, log a warning.
+def card_of(directory: Path, files: tuple[ModelFile, ...] = ()) -> ModelCard:
+    """Return the model card of a directory with these files. Raises InvalidModel if a file is not valid."""
+    config = read_json(directory / "config.json")
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    return ModelCard(
+        files=files,
+        context_tokens=_context_tokens(directory),
+        dtype=dtype if isinstance(dtype, str) else "",
+        revision=directory.name if directory.parent.name == "snapshots" else "",  # in the cache of the Hub
+    )
 
-    Raises InvalidModel if a file is not valid.
-    """
+
+def _context_tokens(directory: Path) -> int:
+    """Return the maximum tokens of a prompt and its response together. If it is unknown, log a warning."""
     for config in _text_configs(read_json(directory / "config.json")):
         if length := _length(config.get(MAX_LENGTH)) or min(
             filter(None, map(_length, map(config.get, CONTEXT_NAMES))), default=0

@@ -15,8 +15,7 @@ from forebay.ingress.model import (
     TEMPLATE_FILE,
     InvalidModel,
     Model,
-    context_tokens_of,
-    read_json,
+    card_of,
 )
 from forebay.transport.models import FILE_BYTES_MAX, ModelStore
 
@@ -41,18 +40,10 @@ def read_card(directory: Path) -> tuple[ModelCard, dict[str, bytes]] | None:
     files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
     if "tokenizer.json" not in files or sum(map(len, files.values())) > FILE_BYTES_MAX:
         return None
-    config = read_json(directory / "config.json")
     listed = tuple(
         ModelFile(name=name, sha256=sha256(content).hexdigest(), size=len(content)) for name, content in files.items()
     )
-    dtype = config.get("dtype", config.get("torch_dtype"))
-    card = ModelCard(
-        files=listed,
-        context_tokens=context_tokens_of(directory),
-        dtype=dtype if isinstance(dtype, str) else "",
-        revision=directory.name if directory.parent.name == "snapshots" else "",  # in the cache of the Hub
-    )
-    return card, files
+    return card_of(directory, listed), files
 
 
 async def open_model(store: ModelStore, digest: str, folder: Path) -> Model:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from forebay import runtime
-from forebay.events.models import AliasSet, AliasTarget
+from forebay.events.models import AliasSet, AliasTarget, ModelCard
 from forebay.events.names import unknown_name
 from forebay.events.request_ids import client_id_of
 from forebay.ingress.errors import ApiError, model_required
@@ -31,7 +31,7 @@ from forebay.ingress.model_cards import open_model
 from forebay.runtime.errors import ConfigError
 from forebay.transport.base import LogError
 from forebay.transport.directory import Directory
-from forebay.transport.heartbeats import OwnerPresence
+from forebay.transport.heartbeats import OwnerPresence, RouterHeartbeats
 from forebay.transport.models import ModelStore
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class ServedModels:
         store: the model cards.
         folder: directory for the files of loaded cards.
         on_loaded: called with the name of a model after its card was loaded.
-        ready_of: returns the readiness of a model; None if this process does not serve it.
+        ready_of: returns the readiness of a model, by default from heartbeats; None if this process does not serve it.
         model: the only model, None to serve all models of the directory.
     """
 
@@ -106,7 +106,7 @@ class ServedModels:
         store: ModelStore,
         folder: Path,
         on_loaded: Callable[[str], None],
-        ready_of: Callable[[str], Readiness | None],
+        ready_of: Callable[[str], Readiness | None] | None = None,
         model: Model | None = None,
     ) -> None:
         self.front = front
@@ -114,7 +114,7 @@ class ServedModels:
         self._directory = directory
         self._store = store
         self._folder = folder
-        self._ready_of = ready_of
+        self._ready_of = ready_of or (lambda name: Readiness(RouterHeartbeats(front.log, name), directory))
         self._entries: dict[str, ServedModel] = {}
         self._loaded: OrderedDict[str, ServedModel] = OrderedDict()  # the model that was used last comes last
         self._created_s = int(runtime.wall_s())
@@ -123,7 +123,7 @@ class ServedModels:
         self._only: ServedModel | None = None
         if model is not None:
             name = front.settings.model_name
-            ready = ready_of(name)
+            ready = self._ready_of(name)
             assert ready is not None
             group = GroupClient(front, front.settings, ready, front.admission.full)
             self._only = self._entries[name] = ServedModel(group, model)
@@ -234,26 +234,26 @@ class ServedModels:
 
     async def cards(self) -> list[dict[str, Any]]:
         """Return the models with ready workers, their adapters and aliases, as `GET /v1/models` lists them."""
-        contexts = self._listed()  # models may leave meanwhile
-        adapters = await asyncio.gather(*map(self._adapters_of, contexts))
+        cards = self._cards()  # models may leave meanwhile
+        adapters = await asyncio.gather(*map(self._adapters_of, cards))
         listed: list[dict[str, Any]] = []
-        for (name, context_tokens), names in zip(contexts.items(), adapters, strict=True):
-            card = {"id": name, "object": "model", "created": self._created_s, "owned_by": "forebay"}
-            card["max_model_len"] = context_tokens
-            listed += [card, *({**card, "id": adapter, "parent": name} for adapter in names)]
-        found = {card["id"]: card for card in listed}
+        for (name, card), names in zip(cards.items(), adapters, strict=True):
+            entry = {"id": name, "object": "model", "created": self._created_s, "owned_by": "forebay"}
+            entry |= {"max_model_len": card.context_tokens}
+            listed += [entry, *({**entry, "id": adapter, "parent": name} for adapter in names)]
+        found = {entry["id"]: entry for entry in listed}
         for name, alias in sorted(self._store.aliases.items()):
             target = found.get(self._target(alias, ""))
             if target is not None and name not in found:
                 listed.append({**target, "id": name, "root": target["id"]})
         return listed
 
-    def _listed(self) -> dict[str, int]:
-        """Return the context length of each listed model by name."""
+    def _cards(self) -> dict[str, ModelCard]:
+        """Return the card of each listed model by name."""
         if self._only is not None and self._only.loaded is not None:
-            return {self._only.name: self._only.loaded.model.context_tokens}
+            return {self._only.name: self._only.loaded.model.card}
         cards = self._store.cards
-        return {one.name: cards[one.card].card.context_tokens for one in self.ready() if one.card in cards}
+        return {one.name: cards[one.card].card for one in self.ready() if one.card in cards}
 
     def _target(self, alias: AliasSet, request_id: str) -> str:
         """Return the model behind an alias for a request, by weighted rendezvous hashing of the client's request id.

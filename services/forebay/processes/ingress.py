@@ -17,7 +17,6 @@ from forebay.ingress.drain import IngressDrain
 from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.front import Front
-from forebay.ingress.group import Readiness
 from forebay.ingress.http.app import build_app
 from forebay.ingress.http.endpoint import Endpoint
 from forebay.ingress.kafka_api.api import KafkaApi
@@ -33,7 +32,7 @@ from forebay.processes.service import Cluster, connected, leases_at, until_signa
 from forebay.processes.shutdown import STOP_S, stop_notice
 from forebay.runtime.errors import ConfigError
 from forebay.transport.directory import Directory
-from forebay.transport.heartbeats import OWNER_SILENT_S, HeartbeatMetrics, RouterHeartbeats
+from forebay.transport.heartbeats import OWNER_SILENT_S, HeartbeatMetrics
 from forebay.transport.kafka.topics import count_topics
 from forebay.transport.models import ModelStore
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
@@ -126,12 +125,8 @@ async def _serve(
         front = Front(log, settings, metrics, await log.end(TOKENS.name, slot), model)
         keeper = LeaseKeeper(leases_at(cluster.redis_url, cluster.kafka.namespace, "ingress"))
         leases = _IngressLeases(keeper, settings)
-
-        def ready_of(name: str) -> Readiness:
-            return Readiness(RouterHeartbeats(log, name), directory)
-
         with tempfile.TemporaryDirectory(prefix="forebay-models-") as folder:
-            models = ServedModels(front, directory, store, Path(folder), leases.hold, ready_of, model)
+            models = ServedModels(front, directory, store, Path(folder), leases.hold, model=model)
             registry.register(HeartbeatMetrics(models.presences))
             app = build_app(models, registry, explainer, hosts)
             address, port = listener.getsockname()[:2]
