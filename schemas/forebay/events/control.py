@@ -1,6 +1,6 @@
 """Topic `control`: configuration of pools, and commands of operators."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -239,6 +239,8 @@ class PoolConfigured(Event, tag="control.pool_configured", frozen=True, kw_only=
         role: stage of requests that the pool computes.
     """
 
+    NOUN: ClassVar = "pools"
+
     pool: SystemName
     model: SystemName
     block_size: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
@@ -261,6 +263,8 @@ class BusyThresholdsSet(Event, tag="control.busy_thresholds_set", frozen=True, k
         thresholds: new busy thresholds.
     """
 
+    NOUN: ClassVar = "busy thresholds"
+
     model: Annotated[Name, MODEL]
     thresholds: BusyThresholds
     at_us: int = 0
@@ -276,6 +280,8 @@ class DisaggregationSet(Event, tag="control.disaggregation_set", frozen=True, kw
         disagg: new disaggregation settings.
     """
 
+    NOUN: ClassVar = "disaggregation settings"
+
     model: Annotated[Name, MODEL]
     disagg: DisaggConfig
     at_us: int = 0
@@ -287,6 +293,8 @@ class PolicySet(Event, tag="control.policy_set", frozen=True, kw_only=True):
 
     The change is valid until the next change or `PoolConfigured`.
     """
+
+    NOUN: ClassVar = "policies"
 
     model: Annotated[Name, MODEL]
     pool: SystemName
@@ -319,5 +327,5 @@ class WorkerCommanded(Event, tag="control.worker_commanded", frozen=True, kw_onl
     operator: OperatorName = ""
 
 
-PoolSetting = PoolConfigured | PoolRule | BusyThresholdsSet | DisaggregationSet | PolicySet
+PoolSetting = PoolConfigured | PolicySet | BusyThresholdsSet | DisaggregationSet | PoolRule
 ControlEvent = PoolSetting | WorkerCommanded

@@ -1,9 +1,10 @@
 """Events on the topic `control` that set how the owner chooses the pool of a request, and the record of a choice.
 
-Each event is valid until the next one for the same model or pool. `PoolConfigured` does not reset it.
+Each event is valid until the next one for the same model or pool. `PoolConfigured` does not reset it. `NOUN` and
+`summary` describe an event to operators.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -123,10 +124,18 @@ class PoolRoutingConfigured(Event, tag="control.pool_routing_configured", frozen
         operator: name of the operator; empty if a router applies its own configuration.
     """
 
+    NOUN: ClassVar = "routing rules"
+
     model: Annotated[Name, MODEL]
     routing: PoolRouting
     at_us: int = 0
     operator: OperatorName = ""
+
+    @property
+    def summary(self) -> str:
+        grids = ", ".join(f"a grid of {len(grid.pools)} {grid.role} pools" for grid in self.routing.grids)
+        retry = " and retries in faster pools" if self.routing.retry else ""
+        return f"Pools of {self.model} are chosen by {grids or 'name'}{retry}"
 
 
 class PoolCanarySet(Event, tag="control.pool_canary_set", frozen=True, kw_only=True):
@@ -138,6 +147,8 @@ class PoolCanarySet(Event, tag="control.pool_canary_set", frozen=True, kw_only=T
         share: share of these requests, from 0 to 1.
     """
 
+    NOUN: ClassVar = "canaries"
+
     model: Annotated[Name, MODEL]
     pool: SystemName
     base: Annotated[str, msgspec.Meta(max_length=256), KEPT] = ""
@@ -148,6 +159,12 @@ class PoolCanarySet(Event, tag="control.pool_canary_set", frozen=True, kw_only=T
     def __post_init__(self) -> None:
         require_numbers(self)
 
+    @property
+    def summary(self) -> str:
+        if not self.base:
+            return f"Pool {self.pool} is no canary any more"
+        return f"Pool {self.pool} gets {self.share:.4g} of the requests for pool {self.base}"
+
 
 class PoolDrainSet(Event, tag="control.pool_drain_set", frozen=True, kw_only=True):
     """A pool gets no new requests, or gets them again. Requests that it already has finish there.
@@ -156,11 +173,17 @@ class PoolDrainSet(Event, tag="control.pool_drain_set", frozen=True, kw_only=Tru
         drained: whether the pool gets no new requests.
     """
 
+    NOUN: ClassVar = "drains"
+
     model: Annotated[Name, MODEL]
     pool: SystemName
     drained: bool
     at_us: int = 0
     operator: OperatorName = ""
+
+    @property
+    def summary(self) -> str:
+        return f"Pool {self.pool} gets {'no new requests' if self.drained else 'new requests again'}"
 
 
 PoolRule = PoolRoutingConfigured | PoolCanarySet | PoolDrainSet

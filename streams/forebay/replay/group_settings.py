@@ -7,37 +7,23 @@ a journal of another version prevents a restore.
 """
 
 from collections import Counter
+from typing import get_args
 
 import msgspec
 
 from forebay.core.state.pool_settings import PoolSettings
 from forebay.events.codec import DecodeError, encode
 from forebay.events.control import (
-    BusyThresholdsSet,
-    DisaggregationSet,
-    PolicySet,
     PoolConfigured,
     PoolSetting,
     WorkerCommanded,
 )
 from forebay.events.groups import GroupPlaced
-from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.topics import CONTROL, GROUPS
 from forebay.journal.groups import groups_of, oldest_world_state
 from forebay.transport.base import Draft, Log, LogError, event_of, records_of
 from forebay.transport.directory import PARTITION
 from forebay.transport.sqlite.log import SqliteLog
-
-# What each event sets, in the words of the report.
-NAMES: dict[type[PoolSetting], str] = {
-    PoolConfigured: "pools",
-    PolicySet: "policies",
-    BusyThresholdsSet: "busy thresholds",
-    DisaggregationSet: "disaggregation settings",
-    PoolRoutingConfigured: "routing rules",
-    PoolCanarySet: "canaries",
-    PoolDrainSet: "drains",
-}
 
 
 class RestoreRefused(LogError):
@@ -67,9 +53,9 @@ class RestoredGroup(msgspec.Struct, frozen=True):
 
     @property
     def counts(self) -> dict[str, int]:
-        found = Counter(NAMES[type(event)] for event in self.events)
-        found[NAMES[PoolConfigured]] = len(self.pools)
-        return {name: found[name] for name in NAMES.values()}
+        found = Counter(event.NOUN for event in self.events)
+        found[PoolConfigured.NOUN] = len(self.pools)
+        return {kind.NOUN: found[kind.NOUN] for kind in get_args(PoolSetting)}
 
 
 async def restored_groups(log: Log) -> list[RestoredGroup]:

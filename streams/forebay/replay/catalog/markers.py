@@ -26,7 +26,6 @@ from forebay.events.control import (
 )
 from forebay.events.decisions import CommandSent, OwnerClaimed
 from forebay.events.fleet import WorkerFact, WorkerJoined
-from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
 from forebay.events.scaling import PlannerPaused, PoolSizeSet, ScalingDecided, ScalingEvent
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, SCALING
 from forebay.journal.release import rules_text
@@ -94,16 +93,8 @@ def settings_text(event: PoolSetting, before: PoolsInEffect, after: PoolsInEffec
             text = f"Disaggregation of {event.model}: {join_changes(changes)}" if changes else ""
         case PolicySet():
             text = _mode_text(event.pool, before, after)
-        case PoolRoutingConfigured():
-            grids = ", ".join(f"a grid of {len(grid.pools)} {grid.role} pools" for grid in event.routing.grids)
-            retry = " and retries in faster pools" if event.routing.retry else ""
-            text = f"Pools of {event.model} are chosen by {grids or 'name'}{retry}"
-        case PoolCanarySet() if event.base:
-            text = f"Pool {event.pool} gets {event.share:.4g} of the requests for pool {event.base}"
-        case PoolCanarySet():
-            text = f"Pool {event.pool} is no canary any more"
-        case PoolDrainSet():
-            text = f"Pool {event.pool} gets {'no new requests' if event.drained else 'new requests again'}"
+        case _:
+            text = event.summary
     return text and _sentence(text, "" if isinstance(event, PoolConfigured) else event.operator)
 
 
