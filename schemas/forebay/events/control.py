@@ -46,10 +46,11 @@ class BusyThresholds(Part, frozen=True, kw_only=True):
     """Thresholds above which a rank counts as busy. A worker is busy if all its ranks are. Names are Dynamo's.
 
     Attributes:
-        active_decode_blocks_threshold: share of the rank's KV blocks in use; null is off.
-        active_prefill_tokens_threshold: prompt tokens sent to the rank and not computed yet; null is off.
-        active_prefill_tokens_threshold_frac: prompt tokens sent to the rank and not computed yet, as a multiple of the
-            worker's `max_num_batched_tokens`; null is off.
+        active_decode_blocks_threshold: share of its KV blocks in use above which a rank is busy; null is off.
+        active_prefill_tokens_threshold: prompt tokens sent to a rank and not computed yet above which it is busy; null
+            is off.
+        active_prefill_tokens_threshold_frac: the same limit, as a multiple of the worker's `max_num_batched_tokens`;
+            null is off.
     """
 
     active_decode_blocks_threshold: Fraction | None = None
@@ -166,13 +167,14 @@ class RouterConfig(Part, frozen=True, kw_only=True):
         selection_policy: how the cost combines prefill blocks and decode blocks: `default` adds them, `lmetric`
             multiplies them.
         overlap_score_credit: prefill blocks that the cost is reduced by per block cached on the device.
-        overlap_score_credit_decay: how much smaller that credit is for ranks that have more prompt tokens to compute
-            than others; 0 is off.
+        overlap_score_credit_decay: how much smaller the credit of cached blocks is for ranks that have more prompt
+            tokens to compute than others; 0 is off.
         prefill_load_scale: weight of prefill blocks in the cost; formerly `overlap_score_weight` in Dynamo.
         host_cache_hit_weight: prefill blocks that the cost is reduced by per block cached in host memory.
         disk_cache_hit_weight: prefill blocks that the cost is reduced by per block cached on disk.
         decode_active_request_weight: blocks added to the cost per request in flight.
-        temperature: 0 selects the lowest cost; above 0, the selection is a random draw weighted by cost.
+        temperature: softmax temperature. 0 selects the lowest cost; above 0, the selection is a random draw weighted
+            by cost.
         track_prefill_tokens: whether prompts that are not computed yet count as load.
         track_active_blocks: whether blocks of requests in flight count as load.
         track_output_blocks: whether workers report blocks of output tokens, which then count as load.

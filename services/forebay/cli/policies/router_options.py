@@ -15,6 +15,7 @@ from forebay.cli.common.options import Option, declarations_of
 from forebay.cli.policies.allowed import add_current_directory, require_policy
 from forebay.cli.policies.file import named_fields, read_policy_file
 from forebay.events.control import DisaggConfig, QueuePolicy, RouterConfig, RouterMode
+from forebay.events.schema import split_description
 from forebay.runtime.errors import ConfigError, prefixed
 from forebay.simulate.field_descriptions import invalid_field, unknown_field
 
@@ -36,12 +37,13 @@ class RouterOption(Option):
     serving: float | None = None
 
 
-def _field(path: str, text: str, serving: float | None = None) -> RouterOption:
-    """Return the option of a field of `RouterConfig`. Its default in `--help` is that of the field."""
-    value: Any = RouterConfig()
-    for part in path.split("."):
-        value = getattr(value, part)
-    value = value if serving is None else serving
+def _field(path: str, text: str = "", serving: float | None = None) -> RouterOption:
+    """Return the option of a field of `RouterConfig`. Its text and its default in `--help` are those of the field."""
+    group, _, field = path.rpartition(".")
+    part: Any = getattr(RouterConfig(), group) if group else RouterConfig()
+    meaning = split_description(type(part).__doc__)[1].get(field, "").replace("`", "")
+    text = text or meaning[:1].upper() + meaning[1:]
+    value = getattr(part, field) if serving is None else serving
     if isinstance(value, bool):
         shown = "on" if value else "off"
     else:
@@ -64,70 +66,26 @@ class RouterOptions:
     load_aware: Annotated[
         bool, RouterOption(help="Route by load only: kv mode without overlap credit and KV events.")
     ] = False
-    router_temperature: Annotated[
-        float | None, _field("temperature", "Softmax temperature of the selection. 0 selects the lowest cost.")
-    ] = None
-    router_selection_policy: Annotated[
-        Literal["default", "lmetric"] | None,
-        _field("selection_policy", "Cost: sum (default) or product (lmetric) of prefill and decode blocks."),
-    ] = None
-    router_kv_overlap_score_credit: Annotated[
-        float | None, _field("overlap_score_credit", "Prefill blocks that one cached block saves.")
-    ] = None
-    router_kv_overlap_score_credit_decay: Annotated[
-        float | None,
-        _field("overlap_score_credit_decay", "Reduce the credit of workers that have more queued prefill than others."),
-    ] = None
-    router_host_cache_hit_weight: Annotated[
-        float | None, _field("host_cache_hit_weight", "Credit of a block cached in host memory.")
-    ] = None
-    router_disk_cache_hit_weight: Annotated[
-        float | None, _field("disk_cache_hit_weight", "Credit of a block cached on disk.")
-    ] = None
-    router_shared_cache_hit_weight: Annotated[
-        float | None, _field("shared_cache_hit_weight", "Credit of a block in the shared store of the worker.")
-    ] = None
-    tier_credit: Annotated[
-        Literal["weights", "measured"] | None,
-        _field("tier_credit", "Credit of blocks outside of the device: by these weights, or by measured load times."),
-    ] = None
-    router_prefill_load_scale: Annotated[
-        float | None, _field("prefill_load_scale", "Weight of prefill blocks in the cost.")
-    ] = None
-    router_decode_active_request_weight: Annotated[
-        float | None, _field("decode_active_request_weight", "Cost in blocks of one request in flight.")
-    ] = None
-    router_eviction_weight: Annotated[
-        float | None,
-        _field(
-            "eviction_weight", "Cost in blocks of one cached block that a worker must evict for the prompt. 0 is off."
-        ),
-    ] = None
-    router_kv_events: Annotated[bool | None, _field("use_kv_events", "Use the KV events of workers.")] = None
-    router_track_prefill_tokens: Annotated[
-        bool | None, _field("track_prefill_tokens", "Count prompt tokens not yet computed as load.")
-    ] = None
-    router_track_active_blocks: Annotated[
-        bool | None, _field("track_active_blocks", "Count KV blocks of running requests as load.")
-    ] = None
-    router_track_output_blocks: Annotated[
-        bool | None, _field("track_output_blocks", "Count KV blocks of output tokens as load.")
-    ] = None
-    router_assume_kv_reuse: Annotated[
-        bool | None, _field("assume_kv_reuse", "Count a prefix shared by running requests once.")
-    ] = None
-    router_ttl_secs: Annotated[
-        float | None, _field("ttl_s", "Seconds that a routed prompt counts as cached on workers without KV events.")
-    ] = None
-    router_predicted_ttl_secs: Annotated[
-        float | None,
-        _field("predicted_ttl_s", "Seconds that a routed prompt counts as cached until KV events arrive. 0: off."),
-    ] = None
-    router_queue_threshold: Annotated[
-        float | None,
-        _field("queue.threshold", "Queue requests while every worker has more than this many engine steps of prefill."),
-    ] = None
-    router_queue_policy: Annotated[QueuePolicy | None, _field("queue.policy", "Order of queued requests.")] = None
+    router_temperature: Annotated[float | None, _field("temperature")] = None
+    router_selection_policy: Annotated[Literal["default", "lmetric"] | None, _field("selection_policy")] = None
+    router_kv_overlap_score_credit: Annotated[float | None, _field("overlap_score_credit")] = None
+    router_kv_overlap_score_credit_decay: Annotated[float | None, _field("overlap_score_credit_decay")] = None
+    router_host_cache_hit_weight: Annotated[float | None, _field("host_cache_hit_weight")] = None
+    router_disk_cache_hit_weight: Annotated[float | None, _field("disk_cache_hit_weight")] = None
+    router_shared_cache_hit_weight: Annotated[float | None, _field("shared_cache_hit_weight")] = None
+    tier_credit: Annotated[Literal["weights", "measured"] | None, _field("tier_credit")] = None
+    router_prefill_load_scale: Annotated[float | None, _field("prefill_load_scale")] = None
+    router_decode_active_request_weight: Annotated[float | None, _field("decode_active_request_weight")] = None
+    router_eviction_weight: Annotated[float | None, _field("eviction_weight")] = None
+    router_kv_events: Annotated[bool | None, _field("use_kv_events")] = None
+    router_track_prefill_tokens: Annotated[bool | None, _field("track_prefill_tokens")] = None
+    router_track_active_blocks: Annotated[bool | None, _field("track_active_blocks")] = None
+    router_track_output_blocks: Annotated[bool | None, _field("track_output_blocks")] = None
+    router_assume_kv_reuse: Annotated[bool | None, _field("assume_kv_reuse")] = None
+    router_ttl_secs: Annotated[float | None, _field("ttl_s")] = None
+    router_predicted_ttl_secs: Annotated[float | None, _field("predicted_ttl_s")] = None
+    router_queue_threshold: Annotated[float | None, _field("queue.threshold")] = None
+    router_queue_policy: Annotated[QueuePolicy | None, _field("queue.policy")] = None
     router_queue_run_ahead: Annotated[
         float | None,
         _field(
@@ -148,25 +106,12 @@ class RouterOptions:
         float | None,
         _field("queue.timeout_s", "Seconds in the queue after which a request fails with 503. 0: off.", serving=10.0),
     ] = None
-    router_session_affinity_ttl_secs: Annotated[
-        float | None, _field("session_ttl_s", "Seconds that a session keeps its worker after its last request. 0: off.")
-    ] = None
-    router_session_affinity_mode: Annotated[
-        Literal["hard", "soft"] | None, _field("session_mode", "Session affinity: required (hard) or preferred (soft).")
-    ] = None
-    active_decode_blocks_threshold: Annotated[
-        float | None,
-        _field("busy.active_decode_blocks_threshold", "Fraction of KV blocks, 0 to 1, above which a worker is busy."),
-    ] = None
-    active_prefill_tokens_threshold: Annotated[
-        int | None,
-        _field("busy.active_prefill_tokens_threshold", "Queued prefill tokens above which a worker is busy."),
-    ] = None
+    router_session_affinity_ttl_secs: Annotated[float | None, _field("session_ttl_s")] = None
+    router_session_affinity_mode: Annotated[Literal["hard", "soft"] | None, _field("session_mode")] = None
+    active_decode_blocks_threshold: Annotated[float | None, _field("busy.active_decode_blocks_threshold")] = None
+    active_prefill_tokens_threshold: Annotated[int | None, _field("busy.active_prefill_tokens_threshold")] = None
     active_prefill_tokens_threshold_frac: Annotated[
-        float | None,
-        _field(
-            "busy.active_prefill_tokens_threshold_frac", "Queued engine steps of prefill above which a worker is busy."
-        ),
+        float | None, _field("busy.active_prefill_tokens_threshold_frac")
     ] = None
     router_conditional_disagg: Annotated[
         bool, RouterOption(help="Compute short, mostly cached prompts on the decode worker (isl_bounding).")
@@ -178,9 +123,7 @@ class RouterOptions:
             f" {', '.join(DisaggConfig.__struct_fields__)}."
         ),
     ] = None
-    enforce_disagg: Annotated[
-        bool | None, _field("disagg.enforce", "Reject a request if no prefill worker can compute its prompt.")
-    ] = None
+    enforce_disagg: Annotated[bool | None, _field("disagg.enforce")] = None
 
     def config(self) -> RouterConfig:
         """Return the configuration. Raises ConfigError if an option, the policy file or the policy is invalid."""
