@@ -133,6 +133,7 @@ class PoolRoutingConfigured(Event, tag="control.pool_routing_configured", frozen
 
     @property
     def summary(self) -> str:
+        """Return the rules as a clause."""
         grids = ", ".join(f"a grid of {len(grid.pools)} {grid.role} pools" for grid in self.routing.grids)
         retry = " and retries in faster pools" if self.routing.retry else ""
         return f"Pools of {self.model} are chosen by {grids or 'name'}{retry}"
@@ -161,6 +162,7 @@ class PoolCanarySet(Event, tag="control.pool_canary_set", frozen=True, kw_only=T
 
     @property
     def summary(self) -> str:
+        """Return the change of the canary as a clause."""
         if not self.base:
             return f"Pool {self.pool} is no canary any more"
         return f"Pool {self.pool} gets {self.share:.4g} of the requests for pool {self.base}"
@@ -183,6 +185,7 @@ class PoolDrainSet(Event, tag="control.pool_drain_set", frozen=True, kw_only=Tru
 
     @property
     def summary(self) -> str:
+        """Return the change of the pool as a clause."""
         return f"Pool {self.pool} gets {'no new requests' if self.drained else 'new requests again'}"
 
 
