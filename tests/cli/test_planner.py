@@ -18,7 +18,7 @@ from forebay.events.scaling import (
     SimulatedSize,
     SizesSimulated,
 )
-from forebay.replay.scaling.decisions import OUTCOMES, REASONS, DecisionOutcome, ScalingHistory
+from forebay.replay.scaling.decisions import OUTCOMES, REASONS, DecisionOutcome, ScalingDecisions
 from forebay.replay.scaling.status import PlannerStatus
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.in_process import error_of, forebay
@@ -48,7 +48,7 @@ def planner(command: str, *arguments: object, code: int = 0) -> Any:
     assert run.returncode == code, run.stdout + run.stderr
     if command == "explain":  # bases of different methods have no tag
         return json.loads(run.stdout, object_hook=lambda fields: SimpleNamespace(**fields))
-    kind: Any = {"status": PlannerStatus, "history": ScalingHistory}[command]
+    kind: Any = {"status": PlannerStatus, "history": ScalingDecisions}[command]
     return msgspec.json.decode(run.stdout, type=kind)
 
 

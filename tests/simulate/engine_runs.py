@@ -9,7 +9,7 @@ from forebay.engine_model.model import EngineConfig, EngineModel, EngineRequest,
 from forebay.engine_model.timing import EngineTiming, LinearTiming, StepWork
 from forebay.events.base import U32_BYTES
 from forebay.events.fleet import WorkerSpec
-from forebay.simulate.profiles.fitting import EngineRun, ObservedRequest
+from forebay.simulate.profiles.fitting import EngineRun, TimedRequest
 
 FOREVER_US = 1 << 62  # no further arrivals: the engine may run until its next event
 TRUTH = LinearTiming(
@@ -39,11 +39,11 @@ def engine_run(seed: int, requests: int = 200, every_us: int = 400_000, timing: 
     """Return a seeded run of short and long prompts, with times computed from `timing`."""
     rng = random.Random(seed)
     at_us = 0
-    observed: list[ObservedRequest] = []
+    observed: list[TimedRequest] = []
     for _ in range(requests):
         at_us += round(rng.expovariate(1 / every_us))
         tokens = rng.choice((rng.randint(20, 200), rng.randint(200, 3000)))
-        observed.append(ObservedRequest(at_us, tokens, rng.randint(2, 120)))
+        observed.append(TimedRequest(at_us, tokens, rng.randint(2, 120)))
     return with_observed_times(EngineRun(spec(f"w{seed}"), observed), timing)
 
 
@@ -71,7 +71,7 @@ class ModelledRun:
         self._work_us = work_us
         self._first: dict[str, int] = {}
 
-    def __iter__(self) -> Iterator[tuple[ObservedRequest, ModelledTimes]]:
+    def __iter__(self) -> Iterator[tuple[TimedRequest, ModelledTimes]]:
         events = deque(sorted((one.routed_us + self._work_us, number) for number, one in enumerate(self._requests)))
         now_us, left = 0, len(self._requests)
         while left:
@@ -101,7 +101,7 @@ class ModelledRun:
             )
         )
 
-    def _ended(self, step: EngineStep, now_us: int) -> Iterator[tuple[ObservedRequest, ModelledTimes]]:
+    def _ended(self, step: EngineStep, now_us: int) -> Iterator[tuple[TimedRequest, ModelledTimes]]:
         for first in step.first_tokens:
             self._first[first.request_id] = now_us
         for end in step.finished:

@@ -17,7 +17,7 @@ from forebay.simulate.profiles.fitting import (
     REQUESTS_MIN,
     EngineRun,
     FitImpossible,
-    ObservedRequest,
+    TimedRequest,
     amounts,
     fit,
 )
@@ -436,11 +436,11 @@ def test_left_out_requests_still_load_the_engine() -> None:
     assert found.errors["TTFT"][0] < 0.05
 
 
-def request(routed: int, prompt: int, outputs: int, first: int, last: int, cached: int = 0) -> ObservedRequest:
-    return ObservedRequest(routed, prompt, outputs, cached, first, last)
+def request(routed: int, prompt: int, outputs: int, first: int, last: int, cached: int = 0) -> TimedRequest:
+    return TimedRequest(routed, prompt, outputs, cached, first, last)
 
 
-def run(*requests: ObservedRequest) -> EngineRun:
+def run(*requests: TimedRequest) -> EngineRun:
     return EngineRun(SMALL, list(requests))
 
 
@@ -469,5 +469,5 @@ def test_two_requests_decode_together() -> None:
 
 
 def test_a_run_without_requests() -> None:
-    compared, found = amounts(run(ObservedRequest(0, 20, 100)))
+    compared, found = amounts(run(TimedRequest(0, 20, 100)))
     assert (compared, found.shape) == ([], (2, 0, len(COSTS)))

@@ -19,7 +19,7 @@ from forebay.events.fleet import FleetEvent, WorkerJoined, WorkerLost, WorkerSpe
 from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
 from forebay.events.snapshots import WorkerState
 from forebay.events.topics import CONTROL, FLEET, REQUESTS
-from forebay.replay.observed_history import ObservedHistory, RecordedRequest
+from forebay.replay.observed_history import ObservedHistory, ObservedRequest
 from forebay.runtime.errors import ConfigError
 from forebay.simulate.arrivals import Arrival
 from forebay.simulate.cluster import OnArrived
@@ -59,7 +59,7 @@ def compared(
     """Simulate a recording on its own fleet, and return the metrics of both sides and the errors, as printed in JSON.
 
     Args:
-        history: recorded history, without a divergence.
+        history: observed history, without a divergence.
         settings: latencies, tiers, and the timing of the engines of all workers.
         given: fields of `Transfer` that override the values found in the recording.
         speedup: how much faster than their model the recorded engines ran.
@@ -75,7 +75,7 @@ def compared(
     specs = _specs(history)
     if given.keys() - {TRANSFER[0]} and all(spec.role != "prefill" for spec in specs):
         raise ConfigError("the recording has no KV transfers; omit the --kv-transfer-* options")
-    transfer = replace(_recorded_transfer(history.requests, specs), **given)
+    transfer = replace(_observed_transfer(history.requests, specs), **given)
     group = settings.pools[0].groups[0]
     # The recorded times include the latencies to the router, and exclude those to clients.
     delays = replace(settings.delays, submit=Delay(), tokens=settings.delays.progress)
@@ -116,9 +116,9 @@ def compared(
     }
 
 
-def _by_unique_id(requests: Sequence[RecordedRequest]) -> dict[str, RecordedRequest]:
+def _by_unique_id(requests: Sequence[ObservedRequest]) -> dict[str, ObservedRequest]:
     """Return the requests in order of arrival. Repeated ids, which clients may use, get a suffix."""
-    found: dict[str, RecordedRequest] = {}
+    found: dict[str, ObservedRequest] = {}
     for number, one in enumerate(requests):
         found[f"{one.request_id}#{number}" if one.request_id in found else one.request_id] = one
     return found
@@ -129,7 +129,7 @@ def _specs(history: ObservedHistory) -> list[WorkerSpec]:
     return [*(chunk.spec for chunk in history.state if isinstance(chunk, WorkerState)), *joined]
 
 
-def _arrivals(history: ObservedHistory, requests: Mapping[str, RecordedRequest], median: int) -> list[Arrival]:
+def _arrivals(history: ObservedHistory, requests: Mapping[str, ObservedRequest], median: int) -> list[Arrival]:
     """Return all events in order of time. Unfinished responses get the length `median`."""
     arrivals = [
         Arrival(at_us, FLEET if isinstance(one, FleetEvent) else CONTROL, one) for at_us, one in history.external_events
@@ -159,8 +159,8 @@ def _arrivals(history: ObservedHistory, requests: Mapping[str, RecordedRequest],
     return sorted(arrivals, key=lambda arrival: arrival.at_us)
 
 
-def _recorded_transfer(requests: Iterable[RecordedRequest], specs: Sequence[WorkerSpec]) -> Transfer:
-    """Return the time of recorded KV transfers as a model: a line through the medians of groups of equal size."""
+def _observed_transfer(requests: Iterable[ObservedRequest], specs: Sequence[WorkerSpec]) -> Transfer:
+    """Return the time of observed KV transfers as a model: a line through the medians of groups of equal size."""
     sizes = {spec.model: spec.block_size for spec in specs}
     moved = [one for one in requests if one.prefiller is not None and one.model in sizes]
     per_token = [spec.kv_layout.block_bytes / spec.block_size for spec in specs if spec.kv_layout is not None] or [
@@ -187,8 +187,8 @@ def _recorded_transfer(requests: Iterable[RecordedRequest], specs: Sequence[Work
     return replace(transfer, kv_transfer_bandwidth=bandwidth, kv_transfer_latency_us=round(line.intercept))
 
 
-def _observed_outcome(one: RecordedRequest, numbers: dict[HolderKey, int]) -> RequestOutcome:
-    """Return the recorded outcome of a finished request. Unknown ranks are added to `numbers`."""
+def _observed_outcome(one: ObservedRequest, numbers: dict[HolderKey, int]) -> RequestOutcome:
+    """Return the observed outcome of a finished request. Unknown ranks are added to `numbers`."""
     worker, prefiller = (
         None if rank is None else numbers.setdefault(rank, len(numbers)) for rank in (one.worker, one.prefiller)
     )
@@ -236,7 +236,7 @@ def _errors(observed: Mapping[str, Any], simulated: Mapping[str, Any]) -> dict[s
     return found
 
 
-def _left_out(requests: Iterable[RecordedRequest]) -> dict[str, int]:
+def _left_out(requests: Iterable[ObservedRequest]) -> dict[str, int]:
     found = Counter[str]()
     for one in requests:
         if one.in_flight:

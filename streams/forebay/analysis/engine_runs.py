@@ -4,9 +4,9 @@ from bisect import bisect_right
 
 from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.snapshots import WorkerState
-from forebay.replay.observed_history import ObservedHistory, RecordedRequest
+from forebay.replay.observed_history import ObservedHistory, ObservedRequest
 from forebay.runtime.errors import ConfigError
-from forebay.simulate.profiles.fitting import EngineRun, ObservedRequest
+from forebay.simulate.profiles.fitting import EngineRun, TimedRequest
 
 
 def engine_runs(history: ObservedHistory, pool: str) -> list[EngineRun]:
@@ -41,7 +41,7 @@ def engine_runs(history: ObservedHistory, pool: str) -> list[EngineRun]:
     return found
 
 
-def _observed(one: RecordedRequest) -> ObservedRequest:
+def _observed(one: ObservedRequest) -> TimedRequest:
     left_out = ""
     if one.in_flight or one.attempts > 1:
         left_out = "continued on another worker, or in flight at the beginning"
@@ -49,7 +49,7 @@ def _observed(one: RecordedRequest) -> ObservedRequest:
         left_out = "prefilled by another worker"
     elif not one.output_tokens or not one.first_us:
         left_out = "cancelled, failed, without output or unfinished"
-    return ObservedRequest(
+    return TimedRequest(
         one.at_us, one.prompt_tokens, one.output_tokens or 1, one.cached_tokens, one.first_us, one.last_us,
         one.cancelled_us, left_out,
     )  # fmt: skip

@@ -29,8 +29,8 @@ ExternalEvent = PoolSetting | WorkerJoined | FleetFact
 
 
 @dataclass(slots=True)
-class RecordedRequest:
-    """A request as input for a simulator, with its outcome in history. Times are in microseconds on the owner's clock.
+class ObservedRequest:
+    """A request as input for a simulator, with its observed outcome. Times are in microseconds on the owner's clock.
 
     Attributes:
         in_flight: whether the request was already active where the simulation begins, and restarts there.
@@ -79,7 +79,7 @@ class ObservedHistory:
     """
 
     state: list[Chunk]
-    requests: list[RecordedRequest]
+    requests: list[ObservedRequest]
     external_events: list[tuple[int, ExternalEvent]] = field(default_factory=list)
     begin_us: int = 0
     end_us: int = 0
@@ -89,13 +89,13 @@ class ObservedHistory:
 
 
 class _HistoryCollector:
-    """Collects a history while a walk derives, and thereby verifies, its decisions."""
+    """Collects an observed history while a walk derives, and thereby verifies, its decisions."""
 
     def __init__(self, walk: JournalReader) -> None:
         """Register with `walk`, which must not have begun."""
         world = walk.world
         self._world = world
-        self._open: dict[str, RecordedRequest] = {}
+        self._open: dict[str, ObservedRequest] = {}
         self._void = self._voids()
         self.found = ObservedHistory(state_of(world), [], begin_us=world.now_us, end_us=world.now_us)
         for request in world.requests.active():
@@ -127,7 +127,7 @@ class _HistoryCollector:
             if isinstance(decision, RequestRouted) and decision.request_id in self._open:
                 _note_routed(self._open[decision.request_id], decision)
 
-    def _add(self, request: RecordedRequest) -> None:
+    def _add(self, request: ObservedRequest) -> None:
         self.found.requests.append(request)
         self._open[request.request_id] = request
 
@@ -158,7 +158,7 @@ class _HistoryCollector:
 async def observe_history(
     log: Log, partition: int, progress: OnProgress | None = None, custom: CustomPolicies = ONLY_BUILT_IN
 ) -> ObservedHistory:
-    """Derive the recorded history of a group from its oldest usable state, and collect the input for the simulator.
+    """Derive a group from its oldest usable state, and collect the input for the simulator.
 
     `progress` is called regularly with the number of journal records done, their total, and the decisions verified.
     """
@@ -186,7 +186,7 @@ def state_of(world: World) -> list[Chunk]:
     return chunks
 
 
-def _note_routed(requests: RecordedRequest, routed: RequestRouted) -> None:
+def _note_routed(requests: ObservedRequest, routed: RequestRouted) -> None:
     where = routed.worker_id, routed.rank
     if routed.stage == "prefill":
         requests.prefiller, requests.prefills = where, routed.attempt
@@ -197,7 +197,7 @@ def _note_routed(requests: RecordedRequest, routed: RequestRouted) -> None:
 
 
 def _is_new(event: RequestSubmitted, decided: Sequence[AnyDecision]) -> bool:
-    """Return whether history treated the submission as a new request and not as a duplicate."""
+    """Return whether the owner treated the submission as a new request and not as a duplicate."""
     return any(
         isinstance(one, RequestRouted | RequestHeld | RequestRejected)
         and one.request_id == event.request_id
@@ -206,8 +206,8 @@ def _is_new(event: RequestSubmitted, decided: Sequence[AnyDecision]) -> bool:
     )
 
 
-def _submitted(event: RequestSubmitted, now_us: int) -> RecordedRequest:
-    return RecordedRequest(
+def _submitted(event: RequestSubmitted, now_us: int) -> ObservedRequest:
+    return ObservedRequest(
         event.request_id,
         now_us,
         event.model,
@@ -221,8 +221,8 @@ def _submitted(event: RequestSubmitted, now_us: int) -> RecordedRequest:
     )
 
 
-def _restarted(request: ActiveRequest, model: str, now_us: int) -> RecordedRequest:
-    return RecordedRequest(
+def _restarted(request: ActiveRequest, model: str, now_us: int) -> ObservedRequest:
+    return ObservedRequest(
         request.submitted.request_id,
         now_us,
         model,

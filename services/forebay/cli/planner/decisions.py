@@ -16,9 +16,9 @@ from forebay.cli.common.tables import results, shown_reading
 from forebay.cli.common.times import time_us
 from forebay.cli.common.unverified import DIVERGED
 from forebay.cli.planner.command import LIMIT, PlannerStatusCommand
-from forebay.cli.planner.view import show_explanation, show_history, show_status
+from forebay.cli.planner.view import show_decisions, show_explanation, show_status
 from forebay.planner.orders import scaling_on_kafka
-from forebay.replay.scaling.decisions import explain_decision, read_history
+from forebay.replay.scaling.decisions import explain_decision, read_decisions
 from forebay.replay.scaling.reader import OnProgress
 from forebay.replay.scaling.status import read_planner_status
 from forebay.transport.base import Log
@@ -61,14 +61,14 @@ def _show_history(options: PlannerStatusCommand) -> None:
     since_us = time_us("--from", options.start, time.time_ns() // 1000) if options.start else None
     found = _read(
         options,
-        lambda opened, on_progress: read_history(
+        lambda opened, on_progress: read_decisions(
             opened, options.limit, options.pool, since_us, is_change=options.changes, on_progress=on_progress
         ),
     )
     if options.json:
         click.echo(msgspec.json.encode(found).decode())
     else:
-        show_history(results(), found)
+        show_decisions(results(), found)
 
 
 def _explain(options: PlannerStatusCommand) -> None:

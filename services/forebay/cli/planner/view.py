@@ -16,8 +16,8 @@ from forebay.replay.scaling.decisions import (
     DecisionEntry,
     PoolEntry,
     PoolExplanation,
+    ScalingDecisions,
     ScalingExplanation,
-    ScalingHistory,
 )
 from forebay.replay.scaling.status import ObservedDemand, PlannerStatus, ScaledPoolStatus
 
@@ -38,13 +38,13 @@ def show_status(console: Console, status: PlannerStatus) -> None:
     console.print(titled_table("newest decision and newest change of each pool", COLUMNS, choices, TEXTS, "none"))
 
 
-def show_history(console: Console, history: ScalingHistory) -> None:
+def show_decisions(console: Console, found: ScalingDecisions) -> None:
     """Print decisions, oldest first, and the verification of all decisions."""
-    rows = [_decision_row(entry, choice) for entry in history.decisions for choice in entry.pools]
-    shown = len(history.decisions)
-    title = "decisions" if shown == history.selected else f"the {shown} newest of {history.selected:,} decisions"
+    rows = [_decision_row(entry, choice) for entry in found.decisions for choice in entry.pools]
+    shown = len(found.decisions)
+    title = "decisions" if shown == found.selected else f"the {shown} newest of {found.selected:,} decisions"
     console.print(titled_table(title, COLUMNS, rows, TEXTS, "none", rows_max=len(rows)))
-    for line in verification_lines(history.verification):
+    for line in verification_lines(found.verification):
         console.print(printable(line), markup=False)
 
 

@@ -58,7 +58,7 @@ def compare_with_recording(
         settings = settings_of(fleet)
         custom = allowed_policies(options.allow_policy)
         with own_stdout():
-            history = recorded_history(source, custom)
+            history = observed_history(source, custom)
         if (found := history.divergence) is not None:
             complain(f"{source.name}: history diverges at journal offset {found.offset}: {found.reason}")
             complain("run `forebay verify` for details")
@@ -104,7 +104,7 @@ def bounds_of(text: str | None) -> dict[str, float]:
     return bounds
 
 
-def recorded_history(source: Recording, custom: CustomPolicies) -> ObservedHistory:
+def observed_history(source: Recording, custom: CustomPolicies) -> ObservedHistory:
     """Read the recorded history up to the first decision that is derived differently from the journal."""
 
     async def read() -> ObservedHistory:

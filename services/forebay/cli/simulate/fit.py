@@ -8,7 +8,7 @@ from forebay.cli.common.engine_profile import write_profile
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording
 from forebay.cli.policies.allowed import allowed_policies
-from forebay.cli.simulate.against import recorded_history
+from forebay.cli.simulate.against import observed_history
 from forebay.cli.simulate.command import FitCommand
 from forebay.runtime.errors import ConfigError
 from forebay.simulate.profiles.fitting import FitImpossible, TimingFit, fit
@@ -30,7 +30,7 @@ def run_fit(options: FitCommand) -> None:
         fail(f"{options.out}: --out names the recording itself; choose another file")
     with explained():
         custom = allowed_policies(options.allow_policy)
-        history = recorded_history(Recording(log=options.log, group=options.group), custom)
+        history = observed_history(Recording(log=options.log, group=options.group), custom)
         if history.divergence is not None:
             where = f"history diverges at journal offset {history.divergence.offset}: {history.divergence.reason}"
             raise ConfigError(f"{where}; run `forebay verify` for details")

@@ -160,7 +160,7 @@ class Retention:
         return None
 
     async def _newest_snapshot(self, begin: int, end: int) -> tuple[SnapshotRecord, WorldState] | None:
-        """Return the newest snapshot with its state, so that the log does not grow because of damaged history."""
+        """Return the newest snapshot with its state, so that the log does not grow because of damaged records."""
         taken = await newest_snapshot(self._log, self._partition, end)
         if taken is None or taken.journal_offset <= begin:
             return None

@@ -3,7 +3,7 @@
 Theory of operation. The check writes nothing. A starting owner depends on the newest snapshot, the journal and the
 input records after it, the prompts and responses of requests in flight, `groups`, `control`, and the end of each
 partition. Recovery checks the first three: a standby follows the journal on a read-only connection. The owner then
-takes over this standby, so recovery runs only once. The check does not read the history before the snapshot, which can
+takes over this standby, so recovery runs only once. The check does not read the journal before the snapshot, which can
 have any length; `forebay verify` does.
 
 A log of one model has no records on `groups`. Once a log has several models, `groups` has the control partition of

@@ -1,4 +1,4 @@
-"""Explain one request from the log: derive its history again, starting at the newest state before it.
+"""Explain one request from the log: derive the journal again, starting at the newest state before it.
 
 All decisions in an explanation equal the journal. A divergence ends the explanation and is part of it. Events after
 the end of the journal are listed as not yet applied by an owner.

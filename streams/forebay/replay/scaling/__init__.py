@@ -1,1 +1,1 @@
-"""Read the journal of the planner: status, history and explanations of scaling decisions, each derived again."""
+"""Read the topic of the planner: its status and its decisions, each derived again and explained."""

@@ -156,7 +156,7 @@ class UnknownPool(LogError):
     pass
 
 
-class ScalingHistory(Fact, frozen=True, kw_only=True):
+class ScalingDecisions(Fact, frozen=True, kw_only=True):
     """Newest of the `selected` decisions, oldest first, and the verification of all decisions."""
 
     decisions: list[DecisionEntry]
@@ -164,7 +164,7 @@ class ScalingHistory(Fact, frozen=True, kw_only=True):
     verification: ScalingVerification
 
 
-async def read_history(
+async def read_decisions(
     log: Log,
     limit: int,
     pool: str = "",
@@ -172,7 +172,7 @@ async def read_history(
     *,
     is_change: bool = False,
     on_progress: OnProgress | None = None,
-) -> ScalingHistory:
+) -> ScalingDecisions:
     """Return the newest decisions at or after `since_us`, in microseconds since 1970.
 
     `pool`, as `GROUP/POOL`, selects only its part of the decisions about it. `is_change` selects only decisions that
@@ -190,7 +190,7 @@ async def read_history(
     if pool:
         known_pool(pool, reader)
     entries = [_entry(one, reader.state.open, pool) for one in newest]
-    return ScalingHistory(decisions=entries, selected=selected, verification=tally.report(reader.undecodable))
+    return ScalingDecisions(decisions=entries, selected=selected, verification=tally.report(reader.undecodable))
 
 
 def known_pool(name: str, reader: ScalingReader) -> PoolKey:

@@ -39,7 +39,7 @@ class FitImpossible(Exception):
 
 
 @dataclass(slots=True)
-class ObservedRequest:
+class TimedRequest:
     """Recorded request with the times at which its engine processed it. All times are microseconds of one clock."""
 
     routed_us: int  # when the router sent the request to the engine
@@ -57,7 +57,7 @@ class EngineRun:
     """Recorded requests of one worker rank, in the order in which the router sent them."""
 
     spec: WorkerSpec
-    requests: list[ObservedRequest] = field(default_factory=list)
+    requests: list[TimedRequest] = field(default_factory=list)
 
 
 class Estimate(NamedTuple):
@@ -111,7 +111,7 @@ def fit(runs: Sequence[EngineRun]) -> TimingFit:
     return TimingFit(LinearTiming(**costs), round(theta[-1]), estimates, known.shape[1], errors, warnings)
 
 
-def _shares(requests: Sequence[ObservedRequest], done: Vector) -> Vector:
+def _shares(requests: Sequence[TimedRequest], done: Vector) -> Vector:
     """Return what one microsecond of each parameter adds to TTFT and ITL of each request, as a share of that time.
 
     The shape is (2, requests, parameters). A request without an ITL has nan.
@@ -143,7 +143,7 @@ def _estimates(rows: Vector, theta: Vector) -> tuple[list[Estimate], list[str]]:
     return [Estimate(name, float(value), float(error)) for name, value, error in found], warnings
 
 
-def amounts(run: EngineRun) -> tuple[list[ObservedRequest], Vector]:
+def amounts(run: EngineRun) -> tuple[list[TimedRequest], Vector]:
     """Return the compared requests, and the amounts of work that explain their TTFT and ITL.
 
     The amounts have the shape (2, requests, costs): for each request and each kind of cost, the amount of work during
@@ -178,13 +178,13 @@ def amounts(run: EngineRun) -> tuple[list[ObservedRequest], Vector]:
     return [one for one, _ in compared], np.array([ttft, itl]).reshape(2, len(compared), len(COSTS))
 
 
-def _end(one: ObservedRequest) -> int:
+def _end(one: TimedRequest) -> int:
     """Return when a request left the engine. A request without a recorded end leaves at its first token."""
     return max(one.first_us, one.last_us or one.stopped_us)
 
 
 def _iterations(
-    begun: Sequence[ObservedRequest], spans: Sequence[tuple[int, ...]], lasted: Vector, fixed: Vector
+    begun: Sequence[TimedRequest], spans: Sequence[tuple[int, ...]], lasted: Vector, fixed: Vector
 ) -> Vector:
     """Return the number of iterations between consecutive events. It is fractional where an event splits an iteration.
 
@@ -213,7 +213,7 @@ def _iterations(
 
 
 def _prefill(
-    begun: Sequence[ObservedRequest],
+    begun: Sequence[TimedRequest],
     spans: Sequence[tuple[int, ...]],
     lasted: Vector,
     busy: NDArray[np.bool_],
