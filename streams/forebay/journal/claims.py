@@ -50,18 +50,11 @@ async def valid_claims(
     else:
         validity = await validity_at(log, partition, start, state, rules)
     async for record in journal_records(log, partition, start, end):
-        before, claim = validity.rules, read_claim(validity, record)
-        if claim is not None:
-            yield ValidClaim(record.offset, claim, before)
-
-
-def read_claim(validity: Validity, record: Record) -> OwnerClaimed | None:
-    """Read the next record of a journal, and return it if it is a valid claim. Other records are not decoded."""
-    if stamp_of(record) is not None:
-        validity.admits_unknown(record)
-        return None
-    claim = validity.read(record)
-    return claim if isinstance(claim, OwnerClaimed) else None
+        rules_before = validity.rules
+        if stamp_of(record) is not None:  # only claims are decoded
+            validity.admits_unknown(record)
+        elif isinstance(claim := validity.read(record), OwnerClaimed):
+            yield ValidClaim(record.offset, claim, rules_before)
 
 
 async def validity_at(log: Log, partition: int, offset: int, state: OwnedState, rules: int | None = None) -> Validity:

@@ -320,10 +320,6 @@ class Validity:
         stamp = stamp_of(record)
         return self._admits(stamp, record.offset, is_sealed=stamp is not None and stamp.type == _SEALED)
 
-    def require_own_rules(self, offset: int) -> None:
-        if self.rules != CORE_VERSION:
-            raise OtherRules(offset, self.rules, self.release)
-
     def _admits_claim(self, claim: OwnerClaimed, offset: int) -> bool:
         if offset == self.last:
             return True

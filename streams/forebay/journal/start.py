@@ -1,14 +1,14 @@
 """Find the states from which a journal can be derived, and the position that its owner has reached."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.step import CLOCK
 from forebay.core.world import CORE_VERSION, World
-from forebay.events.decisions import OwnerClaimed, SnapshotRecord
+from forebay.events.decisions import JournalRecord, OwnerClaimed, SnapshotRecord
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
 from forebay.journal.claims import ValidClaim, valid_claims, validity_at
 from forebay.journal.records import OtherRules, Validity, journal, record_at
@@ -72,18 +72,30 @@ async def begins_of(log: Log, partition: int) -> dict[str, int]:
     return {topic.name: await log.begin(topic.name, partition) for topic in (*INPUTS, DECISIONS, SNAPSHOTS)}
 
 
+async def stored_state(log: Log, partition: int, taken: SnapshotRecord) -> StoredState:
+    """Return the state of a snapshot. Raises LogError."""
+    state = await state_of(log, partition, taken)
+    view = {run.topic: run.count for run in state.view}
+    owner = state.owner_epoch, taken.core_version, state.now_us, state.owner_nonce
+    return StoredState(taken.journal_offset, view, *owner, state.seq)
+
+
 async def usable_state(
     log: Log, partition: int, taken: SnapshotRecord, begins: Mapping[str, int]
 ) -> StoredState | None:
     """Return the state of a snapshot, or None if retention removed chunks or records after it. Raises LogError."""
     if taken.journal_offset < begins[DECISIONS.name] or taken.first_offset < begins[SNAPSHOTS.name]:
         return None
-    state = await state_of(log, partition, taken)
-    view = {run.topic: run.count for run in state.view}
-    if any(view.get(topic.name, 0) < begins[topic.name] for topic in INPUTS):
-        return None
-    owner = state.owner_epoch, taken.core_version, state.now_us, state.owner_nonce
-    return StoredState(taken.journal_offset, view, *owner, state.seq)
+    state = await stored_state(log, partition, taken)
+    return state if all(state.view.get(topic.name, 0) >= begins[topic.name] for topic in INPUTS) else None
+
+
+async def oldest_usable(log: Log, partition: int, begins: Mapping[str, int], end: int) -> StoredState | None:
+    """Return the state of the oldest usable snapshot before journal offset `end`. Raises LogError."""
+    async for _, taken in snapshots_taken(log, partition, begins[DECISIONS.name], end):
+        if (state := await usable_state(log, partition, taken, begins)) is not None:
+            return state
+    return None
 
 
 async def oldest_state(log: Log, partition: int) -> StoredState:
@@ -94,15 +106,13 @@ async def oldest_state(log: Log, partition: int) -> StoredState:
     begins = await begins_of(log, partition)
     if not any(begins.values()):
         return EMPTY_STATE
-    end = await log.end(DECISIONS.name, partition)
-    async for _, taken in snapshots_taken(log, partition, begins[DECISIONS.name], end):
-        state = await usable_state(log, partition, taken, begins)
-        if state is not None:
-            return state
-    raise LogError(
-        f"control partition {partition} cannot be replayed: retention removed its beginning, and it holds no snapshot"
-        " with all records after it"
-    )
+    state = await oldest_usable(log, partition, begins, await log.end(DECISIONS.name, partition))
+    if state is None:
+        raise LogError(
+            f"control partition {partition} cannot be replayed: retention removed its beginning, and it holds no"
+            " snapshot with all records after it"
+        )
+    return state
 
 
 async def oldest(log: Log, partition: int, custom: CustomPolicies = ONLY_BUILT_IN, *, any_rules: bool = False) -> Start:
@@ -191,30 +201,39 @@ async def _start_of(
     return None
 
 
-async def continued_view(log: Log, partition: int, claim: OwnerClaimed) -> dict[str, int]:
+async def continued_view(log: Log, partition: int, claim: OwnerClaimed) -> Mapping[str, int]:
     """Return the input offsets at the snapshot from which an operator let the owner continue. Raises LogError."""
     if claim.snapshot == BEGINNING:
         return {}
     taken = await record_at(log, partition, claim.snapshot)
     if isinstance(taken, SnapshotRecord):
-        return {run.topic: run.count for run in (await state_of(log, partition, taken)).view}
+        return (await stored_state(log, partition, taken)).view
     raise LogError(f"the journal has no snapshot at offset {claim.snapshot}, which the owner {claim.owner_id} names")
+
+
+async def recorded_views(
+    log: Log, partition: int, start: StoredState, end: int
+) -> AsyncIterator[tuple[int, JournalRecord, Counter[str]]]:
+    """Yield the valid journal records from `start` to `end`, whatever the rules of their owners, without deriving them.
+
+    The last value has the offset up to which the owner had applied each input topic. Each time that an owner continued
+    from a snapshot, it is a new counter. Raises LogError.
+    """
+    view = Counter(start.view)
+    async for offset, record in journal(log, partition, start.offset, end, Validity.after(start, start.core_version)):
+        if isinstance(record, OwnerClaimed) and record.snapshot >= 0:
+            view = Counter(await continued_view(log, partition, record))
+        for run in record.consumed:
+            view[run.topic] += run.count
+        yield offset, record, view
 
 
 async def recorded_view(log: Log, partition: int) -> dict[str, int]:
     """Return the offset up to which the owner applied each input topic according to the journal. Raises LogError."""
     end = await log.end(DECISIONS.name, partition)
     taken = await newest_snapshot(log, partition, end)
-    start, validity = 0, Validity()
-    view: Counter[str] = Counter()
-    if taken is not None:
-        state = await state_of(log, partition, taken)
-        view.update({run.topic: run.count for run in state.view})
-        start, validity = taken.journal_offset, Validity.after(state, taken.core_version)
-    async for _, record in journal(log, partition, start, end, validity):
-        if isinstance(record, OwnerClaimed) and record.snapshot >= 0:
-            view = Counter(await continued_view(log, partition, record))
-        for run in record.consumed:
-            view[run.topic] += run.count
-    del view[CLOCK]
-    return dict(view)
+    start = EMPTY_STATE if taken is None else await stored_state(log, partition, taken)
+    view = start.view
+    async for _, _, applied in recorded_views(log, partition, start, end):
+        view = applied
+    return {topic: offset for topic, offset in view.items() if topic != CLOCK}

@@ -136,7 +136,7 @@ class JournalObserver(Protocol):
     """Callbacks that a standby makes while it follows the journal. They may read the world, but must not change it."""
 
     def on_start(self, world: World) -> None:
-        """Receive the world in which the standby derives all later records."""
+        """Receive the world in which the standby derives the next records."""
 
     def on_record(self, offset: int, record: JournalRecord) -> None:
         """Receive the valid journal record at `offset`, after it was derived again with the same result."""
@@ -172,7 +172,7 @@ class Standby(JournalReader):
     ) -> None:
         past = Past.OTHER_RULES if waits_for_seal else Past.ABANDONED_HISTORY
         super().__init__(log, partition, Start(World(custom), 0), past=past)
-        self.on_restored = self._forget_unconfirmed
+        self.on_restored = self._note_restored
         self._on_loss = on_loss
         self._waits_for_seal = waits_for_seal
         self._custom = custom
@@ -370,6 +370,8 @@ class Standby(JournalReader):
         claim_group(world, self.validity.epoch, policies)
         self.followed = Rederivation(world)  # frees the state
 
-    async def _forget_unconfirmed(self, _: int) -> None:
+    async def _note_restored(self, _: int) -> None:
         self._unconfirmed.clear()  # an owner seals after its effects are durable
         self._bulk.clear()
+        if self._observer is not None:
+            self._observer.on_start(self.world)

@@ -22,7 +22,7 @@ from forebay.core.rederive import Divergence
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies, PolicyMissing
 from forebay.core.state.fleet import FleetWorker
 from forebay.core.step import CLOCK, AnyDecision, InputEvent, open_run, step
-from forebay.core.world import World
+from forebay.core.world import CORE_VERSION, World
 from forebay.events.base import hex_digest
 from forebay.events.decisions import JournalRecord
 from forebay.events.fleet import OwnershipAnnounced, WorkerLost
@@ -330,9 +330,10 @@ async def seek_time(
     position = await seek(log, partition, offset, custom, states)
     following = await _next_record(log, partition, position)
     if following is not None:
-        if any(run.now_us <= time_us for run in following.record.consumed):
-            following.require_own_rules()
-        applied = await _apply_recorded(log, partition, position.world, following.record, time_us)
+        at, record, owner = following
+        if owner.rules != CORE_VERSION and any(run.now_us <= time_us for run in record.consumed):
+            raise NotDerivable(str(OtherRules(at, owner.rules, owner.release)))
+        applied = await _apply_recorded(log, partition, position.world, record, time_us)
         position.later = LaterFacts(requested_us=time_us, applied=dict(applied))
         return position
     await _require_not_after_end(log, partition, position.world, time_us)
@@ -370,25 +371,13 @@ async def last_time(log: Log, partition: int) -> int:
     return latest_us
 
 
-class _NextRecord(NamedTuple):
-    offset: int
-    record: JournalRecord
-    validity: Validity
-
-    def require_own_rules(self) -> None:
-        try:
-            self.validity.require_own_rules(self.offset)
-        except OtherRules as other:
-            raise NotDerivable(str(other)) from other
-
-
-async def _next_record(log: Log, partition: int, position: Position) -> _NextRecord | None:
-    """Return the first valid journal record after `position` that consumes events."""
+async def _next_record(log: Log, partition: int, position: Position) -> tuple[int, JournalRecord, Validity] | None:
+    """Return the first valid journal record after `position` that consumes events, with its offset and its owner."""
     start, end = position.offset + 1, await log.end(DECISIONS.name, partition)
     validity = await validity_at(log, partition, start, position.owner, position.rules)
     async for offset, record in journal(log, partition, start, end, validity):
         if record.consumed:
-            return _NextRecord(offset, record, validity)
+            return offset, record, validity
     return None
 
 

@@ -337,7 +337,6 @@ class _ChoiceObserver:
         """Begin with `world`, at a point of the journal where every derived decision is also journalled."""
         self._world = world
         self._evaluated.clear()
-        self._events.clear()
         world.on_plan = self._evaluate
 
     def on_record(self, offset: int, record: JournalRecord) -> None:

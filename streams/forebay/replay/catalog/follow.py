@@ -33,7 +33,7 @@ from forebay.replay.catalog.observer import CatalogObserver
 from forebay.replay.catalog.seek import CatalogStates
 from forebay.replay.catalog.store import SIZE_MAX, CommittedPosition, Store, checksum_at, is_damage, unwritable
 from forebay.replay.moment import LossFacts, loss_of
-from forebay.transport.base import PAGE_RECORDS, Log, LogError, PolicyNotAllowed
+from forebay.transport.base import Log, LogError, PolicyNotAllowed
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class Follower:
         except LogError as error:
             self.note_error(error)
             self.failed = isinstance(error, UnreadableDecision)
-            await self._read_rest()
+            await self._commit_derived()
 
     async def commit(self, checkpoint: checkpoints.Checkpoint | None = None) -> None:
         """Commit the rows of all observers, with the position and a checkpoint at this position."""
@@ -340,18 +340,8 @@ class Follower:
             if found is not None:
                 self._begin_offset, self._begin_us = found.offset, found.now_us
 
-    async def _read_rest(self) -> None:
-        """Follow the readable records of a page with a damaged record, and commit."""
-        walk = self.walk
-        if walk is None:
-            return
-        try:
-            readable = await _readable_end(self._log, self._partition, walk.position)
-            if readable > walk.position:
-                walk.end = readable
-                await self._derive(walk)
-        except LogError as error:
-            logger.debug("the records before the damaged one cannot be derived: %s", error)
+    async def _commit_derived(self) -> None:
+        """Commit the records before one that cannot be read."""
         try:
             if self._uncommitted:
                 await self.commit()
@@ -398,16 +388,3 @@ class Follower:
         if str(error) != self.error:
             logger.error("the catalog of partition %d stopped: %s", self._partition, error)
         self.error, self.is_blocked = str(error), isinstance(error, OtherRules)
-
-
-async def _readable_end(log: Log, partition: int, start: int) -> int:
-    """Return the end of the readable journal records from `start` on, in the next page."""
-    end, size = start, PAGE_RECORDS
-    stop = min(start + PAGE_RECORDS, await log.end(DECISIONS.name, partition))
-    while size and end < stop:
-        try:
-            records = await log.read(DECISIONS.name, partition, end, min(size, stop - end))
-            end = records[-1].offset + 1 if records else stop
-        except LogError:
-            size //= 2
-    return end

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from forebay.core.step import AnyDecision
 from forebay.events.decisions import OwnerClaimed, SnapshotRecord
 from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SCALING, SNAPSHOTS
-from forebay.journal.records import Validity, decode_journal, journal, journal_records
-from forebay.journal.snapshots import chunks_end, newest_snapshot, snapshots_taken
-from forebay.journal.start import EMPTY_STATE, StoredState, begins_of, continued_view, usable_state
+from forebay.journal.records import decode_journal, journal_records
+from forebay.journal.snapshots import chunks_end, newest_snapshot
+from forebay.journal.start import EMPTY_STATE, StoredState, begins_of, oldest_usable, recorded_views, usable_state
 from forebay.transport.base import PAGE_RECORDS, Log, LogError, Record
 from forebay.transport.directory import PARTITION
 from forebay.transport.sqlite.recording import Contents, Extent, RecordedGroup, utc
@@ -66,17 +66,14 @@ async def slice_of(log: Log, name: str, partition: int, window: Window) -> Slice
     else:
         start = EMPTY_STATE if not any(begins.values()) else await _earliest(log, partition, last, begins)
         first = start.offset
-    view = Counter(start.view)
+    view = known = Counter(start.view)
     decisions, version = 0, start.core_version
     oldest: SnapshotRecord | None = None
     newest: SnapshotRecord | None = None
     passed: Counter[str] = Counter()  # by owners whose last records an operator gave up
-    validity = Validity.after(start, start.core_version)
-    async for offset, record in journal(log, partition, start.offset, last, validity):
-        if isinstance(record, OwnerClaimed) and record.snapshot >= 0:
-            passed, view = passed | view, Counter(await continued_view(log, partition, record))
-        for run in record.consumed:
-            view[run.topic] += run.count
+    async for offset, record, view in recorded_views(log, partition, start, last):
+        if view is not known:
+            passed, known = passed | known, view
         decisions += offset >= first and isinstance(record, AnyDecision)
         if isinstance(record, SnapshotRecord):
             oldest, newest = oldest or record, record
@@ -216,10 +213,8 @@ async def _start_before(log: Log, partition: int, first: int, last: int, begins:
 
 
 async def _earliest(log: Log, partition: int, end: int, begins: Mapping[str, int]) -> StoredState:
-    async for _, taken in snapshots_taken(log, partition, begins[DECISIONS.name], end):
-        start = await usable_state(log, partition, taken, begins)
-        if start is not None:
-            return start
+    if (start := await oldest_usable(log, partition, begins, end)) is not None:
+        return start
     raise LogError(
         f"no part of this window can be recorded: control partition {partition} has no {_heads(begins)}, nor a snapshot"
         " with all events after it; choose a later window"

@@ -15,13 +15,13 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from forebay.events.base import unpack_u64
-from forebay.events.decisions import JournalRecord, RequestHeld, RequestRejected, RequestRouted
+from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestHeld, RequestRejected, RequestRouted
 from forebay.events.progress import RequestFinished
 from forebay.events.requests import NO_HINTS, RequestSubmitted
 from forebay.events.topics import DECISIONS, PROGRESS, REQUESTS
 from forebay.journal.groups import groups_of, pools_of
-from forebay.journal.records import RecordedOrder, Validity, journal
-from forebay.journal.start import oldest_state
+from forebay.journal.records import RecordedOrder
+from forebay.journal.start import oldest_state, recorded_views
 from forebay.runtime.errors import ConfigError
 from forebay.simulate.workload import Turn
 from forebay.simulate.workloads.source import RowErrors
@@ -138,8 +138,9 @@ def _story(log: SqliteLog, partition: int) -> Iterator[tuple[int, RequestSubmitt
 async def _applied(log: Log, partition: int) -> AsyncIterator[tuple[int, RequestSubmitted | RequestFinished]]:
     start, end = await oldest_state(log, partition), await log.end(DECISIONS.name, partition)
     order = RecordedOrder(log, partition, start.view)
-    validity = Validity.after(start, start.core_version)
-    async for _, record in journal(log, partition, start.offset, end, validity):
+    async for _, record, view in recorded_views(log, partition, start, end):
+        if isinstance(record, OwnerClaimed):  # may continue from a snapshot, so that its events are read again
+            order = RecordedOrder(log, partition, view)
         runs = [run for run in record.consumed if run.topic in READ]
         events = {topic: iter(found) for topic, found in (await order.events_of(tuple(runs))).items()}
         event = None
