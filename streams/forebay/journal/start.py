@@ -51,20 +51,23 @@ class Start:
 class StoredState(NamedTuple):
     """State of a group from which the later decisions in the log can be derived.
 
-    `view` is the offset up to which the owner had applied each input topic, 0 for topics without an entry. `now_us` is
-    the clock of that owner, 0 before the first event.
+    Attributes:
+        now_us: clock of the owner, 0 before the first event.
+        view: offset up to which the owner had applied each input topic; 0 for topics without an entry.
+        owner_nonce: None to read it from the log.
+        seq: sequence number of the first record after the state; None if it is unknown.
     """
 
     offset: int
-    view: Mapping[str, int]
+    now_us: int
     owner_epoch: int
-    core_version: int
-    now_us: int = 0
-    owner_nonce: str = ""
-    seq: int = 0
+    core_version: int = CORE_VERSION
+    view: Mapping[str, int] = {}
+    owner_nonce: str | None = None
+    seq: int | None = None
 
 
-EMPTY_STATE = StoredState(0, {}, -1, CORE_VERSION)
+EMPTY_STATE = StoredState(0, 0, -1, owner_nonce="", seq=0)
 
 
 async def begins_of(log: Log, partition: int) -> dict[str, int]:
@@ -76,8 +79,8 @@ async def stored_state(log: Log, partition: int, taken: SnapshotRecord) -> Store
     """Return the state of a snapshot. Raises LogError."""
     state = await state_of(log, partition, taken)
     view = {run.topic: run.count for run in state.view}
-    owner = state.owner_epoch, taken.core_version, state.now_us, state.owner_nonce
-    return StoredState(taken.journal_offset, view, *owner, state.seq)
+    owner = state.owner_epoch, taken.core_version
+    return StoredState(taken.journal_offset, state.now_us, *owner, view, state.owner_nonce, state.seq)
 
 
 async def usable_state(

@@ -41,7 +41,7 @@ from forebay.journal.records import (
     journal_records,
 )
 from forebay.journal.snapshots import OwnerState, claim_at, newest_snapshot
-from forebay.journal.start import Start, begins_of, oldest_state, usable_state
+from forebay.journal.start import Start, StoredState, begins_of, oldest_state, usable_state
 from forebay.replay.moment import (
     LaterFacts,
     LossFacts,
@@ -53,12 +53,11 @@ from forebay.replay.moment import (
     requests_of,
     workers_of,
 )
-from forebay.replay.states import CheckpointStart, LogStates, States, StateTime
-from forebay.transport.base import Log, LogError, NotDerivable, records_of
+from forebay.replay.states import CheckpointStart, States
+from forebay.transport.base import PAGE_RECORDS, Log, LogError, NotDerivable, records_of
 from forebay.transport.sqlite.recording import utc
 
 LOST_MAX = 1_024  # only the most recently lost workers are reported
-PAGE_RECORDS = 512
 PAGE_REQUESTS = 64  # requests contain prompts, so a page may be megabytes
 BREATHE_EVERY = 128  # events between yields to the event loop
 
@@ -202,7 +201,7 @@ async def seek(
     wanted = end - 1 if offset is None else offset
     if not begin <= wanted < end:
         raise NoSuchRecord(f"no journal record {wanted}: the recording has records {begin} to {end - 1}")
-    known = LogStates(log, partition, custom) if states is None else states
+    known = States(log, partition, custom) if states is None else states
     try:
         start = await known.before(wanted)
         last = await _last_valid(log, partition, start, wanted)
@@ -235,7 +234,7 @@ async def offset_at(log: Log, partition: int, time_us: int, states: States | Non
     clock_us = start.now_us
     found = start.offset - 1 if start.offset > begin else -1  # the seal right before a snapshot's state
     newest = found
-    validity = await validity_at(log, partition, start.offset, start, start.rules)
+    validity = await validity_at(log, partition, start.offset, start, start.core_version)
     async for offset, record in journal(log, partition, start.offset, end, validity):
         if record.consumed:
             clock_us = record.consumed[-1].now_us
@@ -272,7 +271,7 @@ async def _extent(log: Log, partition: int) -> tuple[int, int]:
     return begin, end
 
 
-async def _state_near(log: Log, partition: int, time_us: int) -> StateTime:
+async def _state_near(log: Log, partition: int, time_us: int) -> StoredState:
     """Return a state of the log shortly before `time_us`; the oldest state if all are later."""
     begin, end = await _extent(log, partition)
     hint = await _near(log, partition, begin, end, time_us)
@@ -280,8 +279,7 @@ async def _state_near(log: Log, partition: int, time_us: int) -> StateTime:
     stored = None if taken is None else await usable_state(log, partition, taken, await begins_of(log, partition))
     if stored is None or stored.now_us > time_us:
         stored = await oldest_state(log, partition)
-    rules = stored.core_version
-    return StateTime(stored.offset, stored.now_us, stored.owner_epoch, rules, stored.owner_nonce, stored.seq)
+    return stored
 
 
 async def _near(log: Log, partition: int, begin: int, end: int, time_us: int) -> int:

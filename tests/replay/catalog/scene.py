@@ -13,9 +13,8 @@ from forebay.core.step import CLOCK, AnyDecision, InputEvent
 from forebay.core.world import World
 from forebay.events.decisions import JournalRecord
 from forebay.events.topics import DECISIONS, INPUTS
-from forebay.journal.reader import JournalReader, Step
+from forebay.journal.reader import JournalReader, Step, read_whole
 from forebay.journal.records import decode_or_none
-from forebay.journal.start import oldest
 from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog.contents import ContentsObserver
 from forebay.replay.catalog.follow import Follower
@@ -220,8 +219,7 @@ async def fill(
         reopen_every: number of writes after which another observer continues, as after a restart; 0 for never.
         check: called after each record.
     """
-    end = await log.end(DECISIONS.name, partition)
-    walk = JournalReader(log, partition, await oldest(log, partition, CUSTOM), end)
+    walk = await read_whole(log, partition, CUSTOM)
     observer = ContentsObserver()
     observer.open(connection, walk.world)
 

@@ -22,8 +22,7 @@ from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.explain.find import UnknownRequest
 from forebay.replay.moment import Moment
-from forebay.replay.states import StateTime
-from forebay.transport.base import Log
+from forebay.replay.states import States
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import request
 from tests.depth import sampled
@@ -38,18 +37,11 @@ EXPLAINED = 4  # requests of each recording
 DAY_US = 86_400_000_000
 
 
-class OldestState:
+class OldestState(States):
     """Begins every derivation at the beginning of the log."""
-
-    def __init__(self, log: Log, partition: int) -> None:
-        self._log = log
-        self._partition = partition
 
     async def before(self, offset: int) -> Start:
         return await oldest(self._log, self._partition, CUSTOM)
-
-    def by_time(self, time_us: int) -> StateTime | None:
-        return None
 
 
 async def compare(log: SqliteLog, partition: int, follower: Follower, count: int) -> None:

@@ -11,10 +11,8 @@ import pytest
 from forebay.events.decisions import RequestAborted, RequestRejected, RequestRouted
 from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
 from forebay.events.requests import RequestSubmitted
-from forebay.events.topics import DECISIONS
 from forebay.journal.groups import groups_of
-from forebay.journal.reader import JournalReader
-from forebay.journal.start import oldest
+from forebay.journal.reader import read_whole
 from forebay.replay.catalog import histogram
 from forebay.replay.catalog.request_steps import CatalogRequest
 from forebay.replay.catalog.series import LEVELS_US, SECOND_US, MetricRecorder, remove_before, series, worker_activity
@@ -73,8 +71,7 @@ class Reference:
 
 async def reference_of(log: SqliteLog, partition: int) -> Reference:
     """Return the metrics of a log, from its events and nothing else."""
-    end = await log.end(DECISIONS.name, partition)
-    walk = JournalReader(log, partition, await oldest(log, partition, CUSTOM), end)
+    walk = await read_whole(log, partition, CUSTOM)
     reference = Reference()
     submitted: dict[str, tuple[int, int]] = {}
     on: dict[str, tuple[int, str, int]] = {}

@@ -37,7 +37,7 @@ from forebay.events.topics import DECISIONS, SHADOW
 from forebay.journal.records import OtherRules
 from forebay.journal.snapshots import newest_snapshot
 from forebay.live.standby import RecoveryDiverged, Standby
-from forebay.transport.base import Draft, Log, LogError, PolicyNotAllowed, Record
+from forebay.transport.base import PAGE_RECORDS, Draft, Log, LogError, PolicyNotAllowed, Record
 
 logger = logging.getLogger(__name__)
 
@@ -393,9 +393,6 @@ def _event(settings: ShadowSettings, offset: int, attempt: int, evaluated: _Eval
         failure="" if found.refusal is None else f"{found.refusal.reason}: {found.refusal}",
         at_us=evaluated.now_us,
     )
-
-
-PAGE_RECORDS = 512
 
 
 class TopicSink:

@@ -19,9 +19,10 @@ from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.world import World
 from forebay.events.snapshots import Chunk, IndexBlocks, StoreBlocks
 from forebay.events.topics import DECISIONS, SNAPSHOTS
+from forebay.journal.start import StoredState
 from forebay.replay.at import LOST_MAX
 from forebay.replay.moment import LossFacts
-from forebay.replay.states import CheckpointStart, StateTime
+from forebay.replay.states import CheckpointStart
 
 DERIVE_S = 0.15  # derivation between two checkpoints, so that a moment is derived well within half a second
 RESTORE_PER_TAKE = 8  # measured: a restore takes 54 ms where the snapshot takes 6 ms, encoding included
@@ -177,12 +178,12 @@ def _known(row: tuple[int, int, str]) -> Known:
     return Known(offset, now_us, msgspec.json.decode(view, type=dict[str, int]))
 
 
-def by_time(connection: sqlite3.Connection, time_us: int) -> StateTime | None:
+def by_time(connection: sqlite3.Connection, time_us: int) -> StoredState | None:
     """Return the newest checkpoint whose clock is set and at most `time_us`."""
     query = """SELECT offset, now_us, owner_epoch FROM checkpoints
         WHERE now_us BETWEEN 1 AND ? ORDER BY now_us DESC, offset DESC LIMIT 1"""
     row = connection.execute(query, (time_us,)).fetchone()
-    return None if row is None else StateTime(*row)
+    return None if row is None else StoredState(*row)
 
 
 def begin_span(connection: sqlite3.Connection, blocked: int, offset: int) -> None:

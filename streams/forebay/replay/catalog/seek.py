@@ -1,34 +1,27 @@
 """Derive moments and explanations of a group, beginning at the nearest checkpoint of its catalog."""
 
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
-from forebay.journal.start import Start, before, begins_of
+from forebay.journal.start import Start, StoredState, begins_of
 from forebay.replay.at import Position, seek_record, seek_time
 from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog.mentions import find_mentions
 from forebay.replay.catalog.store import Store
 from forebay.replay.explain.explain import Known, explain
 from forebay.replay.explain.explanation import Explanation
-from forebay.replay.states import StateTime
+from forebay.replay.states import States
 from forebay.transport.base import Log
 
 
-class CatalogStates:
-    """The checkpoints of a catalog, as `forebay.replay.states.States`."""
+class CatalogStates(States):
+    """The checkpoints of a catalog, and the snapshots on the log where the catalog has no usable one."""
 
     def __init__(self, store: Store, log: Log, partition: int, custom: CustomPolicies = ONLY_BUILT_IN) -> None:
+        super().__init__(log, partition, custom)
         self._connection = store.connection
-        self._log = log
-        self._partition = partition
-        self._custom = custom
 
     async def before(self, offset: int) -> Start:
-        """Return the newest checkpoint from which the journal record at `offset` can be derived.
-
-        If the catalog has none whose later events the log still holds, return a snapshot of the log. Raises OtherRules
-        if the owner of that record had other decision rules.
-        """
         if checkpoints.is_of_other_rules(self._connection, offset):
-            return await before(self._log, self._partition, offset, self._custom)
+            return await super().before(offset)
         begins, first = await begins_of(self._log, self._partition), checkpoints.span_of(self._connection, offset)
         for known in checkpoints.newest_before(self._connection, offset):
             if not known.is_usable(begins) or known.offset < first:
@@ -36,10 +29,9 @@ class CatalogStates:
             start = checkpoints.load(self._connection, known.offset, self._custom)
             if start is not None:
                 return start
-        return await before(self._log, self._partition, offset, self._custom)
+        return await super().before(offset)
 
-    def by_time(self, time_us: int) -> StateTime | None:
-        """Return the newest checkpoint whose clock is set and at most `time_us`; None if there is none."""
+    def by_time(self, time_us: int, /) -> StoredState | None:
         return checkpoints.by_time(self._connection, time_us)
 
 

@@ -29,7 +29,7 @@ from forebay.replay.explain.find import (
     find_unapplied_submission,
 )
 from forebay.replay.explain.timeline import Timeline, submission_of
-from forebay.replay.states import LogStates, States
+from forebay.replay.states import States
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.transport.base import Log, NotDerivable, Record, records_of
 
@@ -77,7 +77,7 @@ async def explain(
         first = next((offset for offset in mentions.submissions if offset <= first), first)
     end = await log.end(DECISIONS.name, partition)
     try:
-        start = await _start(log, partition, found, first, states or LogStates(log, partition, custom), custom)
+        start = await _start(log, partition, found, first, states or States(log, partition, custom), custom)
         timeline = Timeline(found.request_id, start.world)
         walk = JournalReader(log, partition, start, end, Past.ABANDONED_HISTORY)
         divergence = await _derive(walk, timeline, found.last, progress, with_changes=with_changes)
