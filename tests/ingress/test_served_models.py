@@ -230,7 +230,7 @@ async def test_only_models_of_this_process_are_served(scene: Scene, tmp_path: Pa
     models = ServedModels(scene.models.front, directory, store, tmp_path, scene.loaded.append, ready.get)
     running = asyncio.create_task(models.run())
     await until(lambda: models.names == ["two"])
-    await models.load("two")
+    await models.load_all()
     assert scene.loaded == ["two"]
     assert [card["id"] for card in await models.cards()] == ["two"]
     assert (await models.find("two", "r")).loaded.group.settings.model_name == "two"

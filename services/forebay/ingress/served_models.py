@@ -225,9 +225,13 @@ class ServedModels:
         """Names of the models, also of those that cannot be served now."""
         return sorted(self._entries)
 
-    async def load(self, name: str) -> None:
-        """Load a model before its first request. Raises ApiError (503) if its card cannot be loaded."""
-        await self._load(self._entries[name])
+    async def load_all(self) -> None:
+        """Load all models before their first requests. Raises ConfigError if a card cannot be loaded."""
+        for entry in list(self._entries.values()):
+            try:
+                await self._load(entry)
+            except ApiError as error:
+                raise ConfigError(str(error)) from error
 
     def presences(self) -> list[OwnerPresence]:
         return [entry.group.ready.presence for _, entry in sorted(self._entries.items())]

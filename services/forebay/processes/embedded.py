@@ -20,7 +20,6 @@ from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import FLEET, TOKENS
 from forebay.ingress.child_process import ChildProcess
 from forebay.ingress.drain import IngressDrain
-from forebay.ingress.errors import ApiError
 from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.front import Front
@@ -40,7 +39,7 @@ from forebay.processes.metrics_server import process_registry
 from forebay.processes.notices import announce
 from forebay.processes.service import until_signal
 from forebay.processes.shutdown import stop_notice
-from forebay.runtime.errors import ConfigError, cause_of
+from forebay.runtime.errors import cause_of
 from forebay.transport.directory import Directory
 from forebay.transport.models import ModelStore
 from forebay.transport.redis.leases import embedded_leases
@@ -336,9 +335,5 @@ async def serving_models(
         tasks.run(directory.run(), "directory")
         tasks.run(models.run(), "models")
         await tasks.until(lambda: models.names == sorted(groups))
-        for name in models.names:
-            try:
-                await models.load(name)
-            except ApiError as error:
-                raise ConfigError(str(error)) from error
+        await models.load_all()
         yield models
