@@ -109,7 +109,8 @@ def built(
     if choice.is_mock:
         return _mock(choice, spec)
     if choice.engine in ADAPTERS:
-        return _adapted(choice.engine, settings), spec
+        adapter = ADAPTERS[choice.engine]
+        return engine_process(adapter.module, adapter.name, settings), spec
     service = load_service(choice.engine)
     if settings.role != "aggregated":
         raise ConfigError(
@@ -178,8 +179,3 @@ def _output_of(directory: Path) -> tuple[tuple[int, ...], OutputScripts]:
     words = [word for one in vocabulary[:WORDS_MAX] if (word := model.decode([one]).strip())]
     decode = partial(model.tokenizer.decode, skip_special_tokens=False)
     return vocabulary, OutputScripts(model.encode, decode, words or ["word"])
-
-
-def _adapted(engine: str, settings: EngineSettings) -> Engine:
-    adapter = ADAPTERS[engine]
-    return engine_process(adapter.module, adapter.name, settings)

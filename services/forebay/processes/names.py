@@ -1,5 +1,7 @@
 """Names that a user gives to workers, pools, adapters and labels."""
 
+import os
+import socket
 from collections.abc import Sequence
 
 from forebay.events.names import Kind, require_adapter, require_name
@@ -30,3 +32,8 @@ def adapters(loras: Sequence[str], model: str) -> tuple[str, ...]:
     """Return the names of the LoRA adapters of `model`. Raises ConfigError if a name is invalid."""
     with prefixed("--lora"):
         return tuple(require_adapter(name, model) for name in loras)
+
+
+def process_name() -> str:
+    """Return the name of a process without an option `--id`: host name and process id."""
+    return f"{socket.gethostname()}-{os.getpid()}"

@@ -2,12 +2,15 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import inspect
 
 from forebay.events.names import unknown_name
+from forebay.runtime.errors import ConfigError
+
+KindT = TypeVar("KindT", bound=msgspec.Struct)
 
 INT_MAX = (1 << 63) - 1  # the integer limit of the wire format; not worth showing to users
 
@@ -76,6 +79,16 @@ def in_terms_of_keys(error: str, above: str = "") -> str:
         return f"{place.rstrip('.')}.{missing[1]}: missing key".removeprefix(".")
     text = text.replace("`object`", "a table").replace("`array`", "a list").replace("`", "")
     return f"{place.rstrip('.')}: {text[:1].lower()}{text[1:]}".removeprefix(": ")
+
+
+def converted(raw: Mapping[str, Any], kind: type[KindT], noun: str) -> KindT:
+    """Return decoded data as a struct. Raises ConfigError for an unknown key (in the text a `noun`) or a bad value."""
+    if unknown := unknown_field(raw, kind, noun):
+        raise ConfigError(unknown)
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(in_terms_of_keys(str(error))) from error
 
 
 def _unknown_fields(raw: Any, kind: inspect.Type, noun: str, where: str) -> Iterator[str]:

@@ -2,17 +2,16 @@
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 
 from forebay.events.names import unknown_name
 from forebay.events.pools import PoolRouting
 from forebay.runtime.errors import ConfigError
-from forebay.simulate.field_descriptions import in_terms_of_keys, unknown_field
+from forebay.simulate.field_descriptions import converted
 from forebay.simulate.profiles.sheets import read_file
 
-KindT = TypeVar("KindT", bound=msgspec.Struct)
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -33,14 +32,14 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
 
 def pool_routing(raw: dict[str, Any], noun: str = "key") -> PoolRouting:
     """Return the rules in decoded data. Raises ConfigError for an invalid key, which it calls a `noun`."""
-    return _converted(raw, PoolRouting, noun)
+    return converted(raw, PoolRouting, noun)
 
 
 def read_pool_routing(path: Path) -> dict[str, PoolRouting]:
     """Read the rules of a TOML file, by model. Raises ConfigError for an unreadable file or an invalid key."""
     content = read_file(path)
     try:
-        models = _converted(tomllib.loads(content.decode()), _File, "key").models
+        models = converted(tomllib.loads(content.decode()), _File, "key").models
         require_unique(models)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text") from error
@@ -64,12 +63,3 @@ def require_unique(models: tuple[ModelRouting, ...]) -> None:
         if model.name in seen:
             raise ConfigError(f"models[{at}].name: duplicate model {model.name!r}")
         seen.add(model.name)
-
-
-def _converted(raw: dict[str, Any], kind: type[KindT], noun: str) -> KindT:
-    if unknown := unknown_field(raw, kind, noun):
-        raise ConfigError(unknown)
-    try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(in_terms_of_keys(str(error))) from error

@@ -45,20 +45,16 @@ class KafkaOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterOptions:
+class ClusterOptions(KafkaOptions):
     PANEL: ClassVar = "Kafka and Redis"
 
-    kafka: KafkaOption = KAFKA
     redis: Annotated[str, Option("--redis", metavar="URL", help="Redis URL, as redis://host:port.")] = REDIS
-    namespace: NamespaceOption = NAMESPACE
-    kafka_config: PropertiesOption = None
 
     def cluster(self, metrics_host: str, metrics_port: int | None) -> "Cluster":
         """Return the addresses that a process uses. Raises KafkaUnusable if an option is invalid."""
         from forebay.processes.service import Cluster  # noqa: PLC0415 - --help does not wait for clients
 
-        settings = kafka_settings(self.kafka, self.namespace, self.kafka_config)
-        return Cluster(settings, self.redis, metrics_host, metrics_port)
+        return Cluster(self.settings(), self.redis, metrics_host, metrics_port)
 
 
 @dataclass(frozen=True, slots=True)

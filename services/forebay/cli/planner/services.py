@@ -3,9 +3,7 @@
 Decisions are executed with local processes or with Kubernetes.
 """
 
-import os
 import shutil
-import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +18,7 @@ from forebay.cli.planner.command import PlannerRunCommand, PlannerSuperviseComma
 from forebay.cli.planner.planner_file import pool_tables, read_planner_file, read_toml, require_known
 from forebay.events.names import unknown_name
 from forebay.planner.actuators.processes import KILL_AFTER_S, ProcessPool
-from forebay.processes.names import named
+from forebay.processes.names import named, process_name
 from forebay.processes.planner import PlannerProcessSettings, run
 from forebay.processes.service import Cluster
 from forebay.processes.supervisor import KubernetesSettings, PodSetKind, ProcessSettings, SupervisorSettings
@@ -102,7 +100,7 @@ def run_planner(options: PlannerRunCommand) -> None:
     options.logs.start()
     with explained():
         read = read_planner_file(options.file)
-        name = named("--id", "planner", options.planner_id or f"{socket.gethostname()}-{os.getpid()}")
+        name = named("--id", "planner", options.planner_id or process_name())
         cluster = Cluster(options.kafka.settings(), "", options.service.metrics_host, options.service.metrics_port)
     run_service(run(PlannerProcessSettings(cluster, name, read.settings, read.engines)))
 

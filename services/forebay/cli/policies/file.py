@@ -1,17 +1,12 @@
 """Read the file of `--router-policy-config` and `--policy-config`: fields of `RouterConfig` as YAML or JSON."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
 from forebay.cli.common.plain_file import kind_of, read_plain_file
 from forebay.events.control import RouterConfig
-from forebay.runtime.errors import ConfigError
-from forebay.simulate.field_descriptions import unknown_field
-
-AT = re.compile(r"(?P<what>.*) - at `\$\.?(?P<where>.*)`", re.DOTALL)
+from forebay.runtime.errors import ConfigError, prefixed
+from forebay.simulate.field_descriptions import converted
 
 
 def read_policy_file(path: Path) -> RouterConfig:
@@ -19,14 +14,8 @@ def read_policy_file(path: Path) -> RouterConfig:
     raw = read_plain_file(path, "policy file")
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected fields of the router configuration, got {kind_of(raw)}")
-    if unknown := unknown_field(raw, RouterConfig, "field"):
-        raise ConfigError(f"{path}: {unknown}")
-    try:
-        return msgspec.convert(raw, RouterConfig)
-    except msgspec.ValidationError as error:
-        found = AT.fullmatch(str(error))
-        text = f"{found['where']}: {found['what']}" if found else str(error)
-        raise ConfigError(f"{path}: {text}") from None
+    with prefixed(path):
+        return converted(raw, RouterConfig, "field")
 
 
 def named_fields(path: Path) -> Iterator[str]:

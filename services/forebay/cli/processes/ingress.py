@@ -1,8 +1,5 @@
 """`forebay ingress`."""
 
-import os
-import socket
-
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.service import run_service
 from forebay.cli.policies.allowed import allowed_policies
@@ -11,7 +8,7 @@ from forebay.ingress.model import DEFAULT_MODEL
 from forebay.ingress.settings import ALL_MODELS
 from forebay.processes.ingress import IngressProcessSettings, run
 from forebay.processes.model_source import find_model
-from forebay.processes.names import adapters, named, names
+from forebay.processes.names import adapters, named, names, process_name
 
 
 def run_ingress(options: IngressCommand) -> None:
@@ -24,7 +21,7 @@ def run_ingress(options: IngressCommand) -> None:
         ingress = options.http.settings(
             model_name=ALL_MODELS if directory is None else called,
             block_size=options.block_size,
-            ingress_id=named("--id", "ingress", options.ingress_id or f"{socket.gethostname()}-{os.getpid()}"),
+            ingress_id=named("--id", "ingress", options.ingress_id or process_name()),
             loras=adapters(names("--lora", options.lora), called),
             reply_topics=tuple(options.reply_topic or ()),
         )

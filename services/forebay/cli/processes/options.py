@@ -11,7 +11,7 @@ from forebay.cli.common.options import Option
 from forebay.events.names import unknown_name
 from forebay.events.pools import PoolRouting
 from forebay.runtime.errors import ConfigError, prefixed
-from forebay.simulate.pool_routing_file import read_pool_routing, routing_of
+from forebay.simulate.pool_routing_file import read_pool_routing
 
 ModelOption = Annotated[
     str | None,
@@ -61,12 +61,6 @@ class SnapshotOptions:
         int,
         Option(min=1, max=86_400, help="Take a snapshot after this many seconds, if fewer records were written."),
     ] = 300
-
-
-def pool_routing_of(path: Path, model: str) -> PoolRouting:
-    """Return the rules for the pools of a model in a file. Raises ConfigError if it is invalid or has no such model."""
-    with prefixed("--pool-routing"):
-        return routing_of(path, model)
 
 
 def pool_routing_by_model(path: Path | None) -> dict[str, PoolRouting]:

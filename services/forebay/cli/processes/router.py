@@ -1,15 +1,12 @@
 """`forebay router`."""
 
-import os
-import socket
-
 from forebay.cli.common.errors import explained
 from forebay.cli.common.service import run_service
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.processes.command import RouterCommand
 from forebay.cli.processes.options import pool_routing_by_model
 from forebay.live.router.router import RouterSettings
-from forebay.processes.names import named
+from forebay.processes.names import named, process_name
 from forebay.processes.notices import announce
 from forebay.processes.router import RouterProcessSettings, run
 
@@ -27,7 +24,7 @@ def router_settings(options: RouterCommand) -> RouterProcessSettings:
     config = options.router.config()
     accepts_loss = options.take_over_at_last_snapshot
     router = RouterSettings(
-        router_id=named("--id", "router", options.router_id or f"{socket.gethostname()}-{os.getpid()}"),
+        router_id=named("--id", "router", options.router_id or process_name()),
         partitions=0,
         slots_max=0,
         config=config,

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ import click
 
 from forebay.cli.common.errors import explained
 from forebay.cli.processes.command import ServeCommand
+from forebay.processes.names import process_name
 from forebay.processes.notices import complain
 from forebay.runtime.errors import ConfigError
 from forebay.workers.service import Service, load_service
@@ -46,7 +46,7 @@ def run_serve(options: ServeCommand) -> None:
         found = shares(
             made,
             options.workers or made.workers,
-            options.worker_id_prefix or f"{socket.gethostname()}-{os.getpid()}",
+            options.worker_id_prefix or process_name(),
             options.metrics_port,
             devices(os.environ, Path("/dev")),
         )

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from forebay.cli.common.errors import fail
 from forebay.cli.common.options import Option
 from forebay.cli.processes.engine_options import EngineOptions
-from forebay.cli.processes.options import ModelsOption, PoolRoutingOption, pool_routing_by_model, pool_routing_of
+from forebay.cli.processes.options import ModelsOption, PoolRoutingOption, pool_routing_by_model
 from forebay.cli.processes.tier_options import TierOptions
 from forebay.events.names import unknown_name
 from forebay.events.pools import PoolRouting
 from forebay.processes.names import named
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import ConfigError, prefixed
+from forebay.simulate.pool_routing_file import routing_of
 from forebay.workers.engines.settings import DEFAULT_POOL, pool_of
 
 if TYPE_CHECKING:
@@ -118,7 +119,8 @@ class WorkerOptions:
         if self.pool_routing is None:
             return None
         if is_only:
-            found = pool_routing_of(self.pool_routing, model)
+            with prefixed("--pool-routing"):
+                found = routing_of(self.pool_routing, model)
         elif (rules := pool_routing_by_model(self.pool_routing).get(model)) is not None:
             found = rules
         else:

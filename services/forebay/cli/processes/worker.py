@@ -1,7 +1,5 @@
 """`forebay worker`."""
 
-import os
-import socket
 from typing import cast
 
 from forebay.cli.common.errors import explained
@@ -12,7 +10,7 @@ from forebay.cli.processes.engines import SIZE_OPTIONS, choose_engine, reached_a
 from forebay.cli.processes.tier_options import TierOptions
 from forebay.events.control import Role
 from forebay.processes.engines import EngineChoice
-from forebay.processes.names import named, names
+from forebay.processes.names import named, names, process_name
 from forebay.processes.worker import Upstream, UpstreamSettings, WorkerSettings, run
 from forebay.runtime.errors import ConfigError
 from forebay.workers.engines.attached.engine import ROLES
@@ -40,7 +38,7 @@ def _worker_id(given: str, servers: int) -> str:
     """Return a valid id. It is empty if each of the `servers` gives its own."""
     if servers and not given:
         return ""
-    return named("--id", "worker", given or f"{socket.gethostname()}-{os.getpid()}")
+    return named("--id", "worker", given or process_name())
 
 
 def _own(options: WorkerCommand) -> EngineChoice:
