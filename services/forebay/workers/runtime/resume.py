@@ -2,8 +2,8 @@
 
 Theory of operation. A later attempt begins with the record `AttemptStarted` in the reply slot. Output of earlier
 attempts before that record stays valid, and readers ignore their output after it. When a worker is lost, many of its
-requests move at the same time, and their responses are in few reply slots. So all requests that wait for one slot share
-one read of it, and the cost of that read does not grow with the number of requests.
+requests move at the same time, and their responses are in few reply slots. So all requests that wait for one of these
+slots share one read of it, and the cost of that read does not grow with the number of requests.
 """
 
 import asyncio
@@ -65,12 +65,12 @@ class Resumer:
 
     def add(self, later: LaterAttempt) -> None:
         """Start an attempt with the next read of its reply slot. If the log fails, the spawned task raises LogError."""
-        slot = later.item.reply_slot
-        if slot in self._waiting:
-            self._waiting[slot].append(later)
+        reply_slot = later.item.reply_slot
+        if reply_slot in self._waiting:
+            self._waiting[reply_slot].append(later)
             return
-        self._waiting[slot] = [later]
-        task = self._spawn(self._serve(slot))
+        self._waiting[reply_slot] = [later]
+        task = self._spawn(self._serve(reply_slot))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -79,37 +79,37 @@ class Resumer:
         for task in self._tasks:
             task.cancel()
 
-    async def _serve(self, slot: int) -> None:
-        while waiting := self._waiting[slot]:
-            self._waiting[slot] = []
+    async def _serve(self, reply_slot: int) -> None:
+        while waiting := self._waiting[reply_slot]:
+            self._waiting[reply_slot] = []
             offsets = await self._log.append([self._outbox.attempt_started(later.request) for later in waiting])
-            replies = await self._read_until(slot, waiting, offsets[-1] + 1)
+            replies = await self._read_until(reply_slot, waiting, offsets[-1] + 1)
             for later in waiting:
                 self._found(later, replies[later.item.request_id])
-        del self._waiting[slot]
+        del self._waiting[reply_slot]
 
-    async def _read_until(self, slot: int, attempts: list[LaterAttempt], end: int) -> dict[str, ResponseState]:
+    async def _read_until(self, reply_slot: int, attempts: list[LaterAttempt], end: int) -> dict[str, ResponseState]:
         """Return the responses as of the offset `end`, by request id. Retry for as long as the log is unavailable."""
-        return await until_available(lambda: self._read(slot, attempts, end))
+        return await until_available(lambda: self._read(reply_slot, attempts, end))
 
-    async def _read(self, slot: int, attempts: list[LaterAttempt], end: int) -> dict[str, ResponseState]:
+    async def _read(self, reply_slot: int, attempts: list[LaterAttempt], end: int) -> dict[str, ResponseState]:
         # Records before `reply_from` belong to an earlier request with the same id.
         coming = sorted((later.item.reply_from, later.item.request_id) for later in attempts)
         coming.reverse()
         replies = {later.item.request_id: ResponseState(later.item.reply_key) for later in attempts}
         begun: dict[str, ResponseState] = {}
-        begin = await self._log.begin(TOKENS.name, slot)
+        begin = await self._log.begin(TOKENS.name, reply_slot)
         for later in attempts:
             # Retention may have deleted the start of the response: treat it as a gap.
             replies[later.item.request_id].gap = later.item.reply_from < begin
         position = max(begin, coming[-1][0])
         self._reading.passes += 1
         while position < end:
-            page = await self._log.read(TOKENS.name, slot, position, min(PAGE_RECORDS, end - position))
+            page = await self._log.read(TOKENS.name, reply_slot, position, min(PAGE_RECORDS, end - position))
             if not page:
                 raise LogError(
-                    f"partition {slot} of tokens ends at offset {position}, but a record at {end - 1} was acknowledged:"
-                    " the log lost records; check the broker or the file"
+                    f"partition {reply_slot} of tokens ends at offset {position}, but a record at {end - 1} was"
+                    " acknowledged: the log lost records; check the broker or the file"
                 )
             held_bytes = 0
             for record in page:

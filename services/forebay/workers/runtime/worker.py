@@ -1,7 +1,7 @@
 """Worker: runs one engine instance for the log. It makes no decisions; it runs the items of its own epoch.
 
 Theory of operation. The worker acquires a lease and follows the topic `fleet` until the owner admits this incarnation.
-The offset of the admission is the worker epoch. Then the worker reads its work from its slot, a partition of the topic
+The offset of the admission is the worker epoch. Then the worker reads its work from its work slot, a partition of
 `work.<pool>`; `forebay.workers.runtime.work_items` runs it. When the log says that the epoch is lost, the worker drops
 all requests and acquires the lease as a new incarnation.
 

@@ -8,8 +8,8 @@ owner therefore notices a takeover before it deletes leases that were renewed me
 Each poll compares the fleet with the members of this owner, because others may write to `fleet`, for example a copy of
 an old record. Workers that the owner has not admitted are lost, and so are members whose state others have changed.
 
-The owner of control partition p of n assigns only slots whose number is p modulo n, because all groups share the work
-topic of a pool. Two owners therefore never assign the same slot, and need not know each other's workers.
+The owner of control partition p of n assigns only work slots whose number is p modulo n, because all groups share the
+work topic of a pool. Two owners therefore never assign the same work slot, and need not know each other's workers.
 """
 
 import logging
@@ -61,7 +61,7 @@ class PoolsByLease:
 class _Member:
     token: str
     worker_epoch: int
-    slot: int
+    work_slot: int
     spec: WorkerSpec
     suspect: bool = False
     draining: bool = False
@@ -94,7 +94,7 @@ class WorkerAdmission:
         self._log = log
         self._partition = partition
         self._owner_epoch = owner_epoch
-        self._slots = range(partition, slots_max, groups)
+        self._work_slots = range(partition, slots_max, groups)
         self._by_lease = by_lease
         self._written_end = 0
         self._configured: dict[str, WorkerSpec] = {}  # worker that configured each pool
@@ -283,34 +283,34 @@ class WorkerAdmission:
         except _Unfit as unfit:
             self._refuse(lease, unfit.reason, str(unfit))
             return
-        taken = {member.slot for member in self._members.values() if member.spec.pool == spec.pool}
-        slot = next((slot for slot in self._slots if slot not in taken), None)
-        if slot is None:
-            self._refuse(lease, "slots", self._no_slot(spec.pool))
+        taken = {member.work_slot for member in self._members.values() if member.spec.pool == spec.pool}
+        work_slot = next((one for one in self._work_slots if one not in taken), None)
+        if work_slot is None:
+            self._refuse(lease, "slots", self._no_work_slot(spec.pool))
             return
         if lease.token in self._unusable_slots:
             return
         try:
-            from_offset = await self._log.end(work_topic(spec.pool).name, slot)
+            from_offset = await self._log.end(work_topic(spec.pool).name, work_slot)
         except LogError as error:
             # A lease may name any pool. Retrying at every poll would delay the leases of all other workers.
             self._unusable_slots[lease.token] = runtime.monotonic_s() + SLOT_RETRY_S
-            self._refuse(lease, "work_topic", f"slot {slot} of its pool {spec.pool} cannot be used: {error}")
+            self._refuse(lease, "work_topic", f"slot {work_slot} of its pool {spec.pool} cannot be used: {error}")
             return
         joined = WorkerJoined(
             owner_epoch=self._owner_epoch,
             at_us=runtime.wall_us(),
             spec=spec,
             lease=lease.token,
-            slot=slot,
+            slot=work_slot,
             from_offset=from_offset,
             lease_ttl_ms=lease.ttl_ms,
             events_version=EVENTS_VERSION,
         )
         offset = await self._write(joined)
-        self._members[lease.worker_id] = _Member(lease.token, offset, slot, spec, payload=lease.payload)
+        self._members[lease.worker_id] = _Member(lease.token, offset, work_slot, spec, payload=lease.payload)
         self._judge.add(lease.worker_id, lease.token, lease.ttl_ms, lease)
-        logger.info("worker %s joined the pool %s in slot %d", lease.worker_id, spec.pool, slot)
+        logger.info("worker %s joined the pool %s in slot %d", lease.worker_id, spec.pool, work_slot)
 
     async def _configure(self, spec: WorkerSpec, by_lease: PoolsByLease) -> None:
         """Append the pool to `control` once; its workers are admitted once the owner has applied it."""
@@ -335,8 +335,8 @@ class WorkerAdmission:
             spec.worker_id,
         )
 
-    def _no_slot(self, pool: str) -> str:
-        slots, topic = self._slots, work_topic(pool).name
+    def _no_work_slot(self, pool: str) -> str:
+        slots, topic = self._work_slots, work_topic(pool).name
         return (
             f"all {len(slots)} slots of its model in the pool {pool} are in use: {slots.step} control partitions share "
             f"the {slots.stop} partitions of {topic}. Stop a worker, start this worker in another pool, or add "

@@ -70,11 +70,11 @@ COMMAND_REFUSED: dict[CommandRefusal, tuple[int, str]] = {
 
 
 class WorkerAddress(NamedTuple):
-    """Address of a worker incarnation. The slot is the partition of the work topic."""
+    """Address of a worker incarnation. The work slot is its partition of the work topic."""
 
     group: str
     pool: str
-    slot: int
+    work_slot: int
     worker_id: str
     worker_epoch: int
 
@@ -84,7 +84,7 @@ class WorkerAddress(NamedTuple):
 
     def draft(self, event: AnyWorkEvent) -> Draft:
         topic = work_topic(self.pool)
-        return Draft(topic.name, self.slot, encode(topic, event))
+        return Draft(topic.name, self.work_slot, encode(topic, event))
 
 
 def encode_work(

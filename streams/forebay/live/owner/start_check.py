@@ -40,7 +40,7 @@ class CheckedGroup(NamedTuple):
 
 
 class CheckedLog(NamedTuple):
-    """Log opened for writing, and the number of control partitions that share the slots of workers."""
+    """Log opened for writing, and the number of control partitions that share the work slots."""
 
     log: SqliteLog
     groups: dict[str, CheckedGroup]
@@ -152,14 +152,14 @@ async def check_trusted(log: SqliteLog, partition: int, custom: CustomPolicies =
         await _read(log, topic.name, partition, applied)
     for name, number in ((GROUPS.name, 0), (CONTROL.name, partition)):
         await _read(log, name, number, await log.begin(name, number))
-    for slot, first in (await reply_starts(log, partition, standby)).items():
-        end = await log.end(TOKENS.name, slot)
+    for reply_slot, first in (await reply_starts(log, partition, standby)).items():
+        end = await log.end(TOKENS.name, reply_slot)
         if end < first:
             raise LogError(
-                f"{TOKENS.name}/{slot} ends at offset {end}, but the response of a request in flight begins at {first}:"
-                " the log lost records"
+                f"{TOKENS.name}/{reply_slot} ends at offset {end}, but the response of a request in flight begins at"
+                f" {first}: the log lost records"
             )
-        await _read(log, TOKENS.name, slot, max(first, await log.begin(TOKENS.name, slot)))
+        await _read(log, TOKENS.name, reply_slot, max(first, await log.begin(TOKENS.name, reply_slot)))
     return standby
 
 
@@ -169,8 +169,8 @@ async def reply_starts(log: SqliteLog, partition: int, standby: Standby) -> dict
     starts: dict[int, int] = {}
     for request in standby.world.requests.active():
         submitted = await reader.at(request.submitted.offset)
-        slot = submitted.reply_slot
-        starts[slot] = min(submitted.reply_from, starts.get(slot, submitted.reply_from))
+        reply_slot = submitted.reply_slot
+        starts[reply_slot] = min(submitted.reply_from, starts.get(reply_slot, submitted.reply_from))
         await asyncio.sleep(0)
     return starts
 
