@@ -1,10 +1,13 @@
 """Settings of pools: the events that lead to them, and the settings in effect."""
 
 import random
+from typing import ClassVar
 
 import pytest
 
 from forebay.core.state.pool_settings import PoolSettings
+from forebay.core.state_machine import plain
+from forebay.events.base import Part
 from forebay.events.control import (
     BusyThresholds,
     BusyThresholdsSet,
@@ -75,3 +78,14 @@ def test_operators_change_the_settings_in_effect() -> None:
     assert settings.policies() == (OTHER_POLICY,)
     canary = settings.canary("m", "a")
     assert (canary and canary.share, settings.canary("m", "b")) == (0.5, None)
+
+
+class Grown(Part, frozen=True, kw_only=True):
+    ADDED: ClassVar = {"late": 0}
+
+    early: int
+    late: int = 0
+
+
+def test_a_setting_that_was_added_changes_a_digest_only_if_it_is_set() -> None:
+    assert [plain(Grown(early=1)), plain(Grown(early=1, late=2))] == [(1,), (1, ("late", 2))]

@@ -32,8 +32,12 @@ def plain(value: Any) -> Any:
     """Return a struct as a tuple of its fields, recursively. Other values are returned unchanged.
 
     `digest_of` needs this, because equal structs may have different encodings: an encoded struct omits a field only if
-    its value is the same object as the default.
+    its value is the same object as the default. The tuple omits fields in `ADDED` of the class that have the default
+    given there, so that older logs keep their digests.
     """
     if isinstance(value, msgspec.Struct):
-        return tuple(map(plain, msgspec.structs.astuple(value)))
+        added: dict[str, Any] = getattr(value, "ADDED", {})
+        names = [name for name in value.__struct_fields__ if name not in added]
+        changed = [(name, one) for name, default in added.items() if (one := getattr(value, name)) != default]
+        return tuple(map(plain, (*(getattr(value, name) for name in names), *changed)))
     return tuple(map(plain, value)) if isinstance(value, tuple) else value
