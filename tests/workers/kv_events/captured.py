@@ -33,7 +33,10 @@ D_HASHES = [
 ]  # fmt: skip
 
 
-def vllm_stored(
+SGLANG_BLOCK_SIZE = 16
+
+
+def sglang_stored(
     hashes: Sequence[int | bytes], token_ids: Sequence[Any], parent: int | bytes | None = None, **more: Any
 ) -> dict[str, Any]:
     event = {
@@ -41,15 +44,24 @@ def vllm_stored(
         "block_hashes": list(hashes),
         "parent_block_hash": parent,
         "token_ids": list(token_ids),
-        "block_size": VLLM_BLOCK_SIZE,
+        "block_size": SGLANG_BLOCK_SIZE,
         "lora_id": None,
         "medium": "GPU",
+    }
+    return {**event, **more}
+
+
+def vllm_stored(
+    hashes: Sequence[int | bytes], token_ids: Sequence[Any], parent: int | bytes | None = None, **more: Any
+) -> dict[str, Any]:
+    only_vllm = {
+        "block_size": VLLM_BLOCK_SIZE,
         "lora_name": None,
         "extra_keys": [None] * len(hashes),
         "group_idx": 0,
         "kv_cache_spec_kind": "full_attention",
     }
-    return {**event, **more}
+    return sglang_stored(hashes, token_ids, parent, **{**only_vllm, **more})
 
 
 def vllm_removed(block: int, **more: Any) -> dict[str, Any]:
@@ -92,26 +104,10 @@ VLLM_BATCHES: list[tuple[int, list[dict[str, Any]]]] = [
     (319, [CLEARED, A_STORED]),
 ]
 
-SGLANG_BLOCK_SIZE = 16
 SGLANG_SAID = [235, 241, 264, 106, 295, 128, 415, 47]
 SGLANG_HASHES = [3783480490812179100, -5523102609743566000]
 SGLANG_SAID_HASH = -5501173548256900732
 SGLANG_BRANCH_HASH = -7066507723633481210
-
-
-def sglang_stored(
-    hashes: Sequence[int], token_ids: Sequence[Any], parent: int | None = None, **more: Any
-) -> dict[str, Any]:
-    event = {
-        "type": "BlockStored",
-        "block_hashes": list(hashes),
-        "parent_block_hash": parent,
-        "token_ids": list(token_ids),
-        "block_size": SGLANG_BLOCK_SIZE,
-        "lora_id": None,
-        "medium": "GPU",
-    }
-    return {**event, **more}
 
 
 SGLANG_FIRST = sglang_stored(SGLANG_HASHES, range(100, 132))
