@@ -6,7 +6,7 @@ import itertools
 import struct
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from prometheus_client import CollectorRegistry
 
@@ -67,6 +67,22 @@ class Driven:
         self.answers: dict[str, Answer] = {}
         self.ended: BaseException | None = None
         self._news = asyncio.Event()
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def running(cls, engine: Engine, spec: WorkerSpec) -> AsyncIterator[Self]:
+        """Start and run an engine, and stop it at the end."""
+        try:
+            one = cls(engine, await engine.start(spec))
+            running = asyncio.create_task(engine.run(one.publish))
+            running.add_done_callback(one.on_end)
+            try:
+                yield one
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+        finally:
+            await engine.stop()
 
     def publish(self, batch: EngineBatch) -> None:
         self.batches.append(batch)
@@ -189,17 +205,4 @@ class Driven:
         return set(unpack_u64(self.item(prompt, **options).sequence_hashes))
 
 
-@contextlib.asynccontextmanager
-async def driven(engine: Engine, spec: WorkerSpec) -> AsyncIterator[Driven]:
-    """Start and run an engine, and stop it at the end."""
-    try:
-        one = Driven(engine, await engine.start(spec))
-        running = asyncio.create_task(engine.run(one.publish))
-        running.add_done_callback(one.on_end)
-        try:
-            yield one
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-    finally:
-        await engine.stop()
+driven = Driven.running

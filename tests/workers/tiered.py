@@ -1,6 +1,5 @@
 """Mock engines with KV tiers, without a worker: they get items, and everything that they publish is kept."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -141,17 +140,8 @@ async def tiered(
 ) -> AsyncIterator[Tiered]:
     kv = KvSettings(bytes_per_token=BLOCK_BYTES // BLOCK_SIZE)
     engine = MockEngine(config, **{"speedup": SPEEDUP, "kv": kv, "tiers": tiers, **changes})
-    try:
-        one = Tiered(engine, await engine.start(spec))
-        running = asyncio.create_task(engine.run(one.publish))
-        running.add_done_callback(one.on_end)
-        try:
-            yield one
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-    finally:
-        await engine.stop()
+    async with Tiered.running(engine, spec) as one:
+        yield one
 
 
 async def expected(item: WorkItem) -> list[int]:
