@@ -97,6 +97,7 @@ lint: $(READY) ## check style, import layers, spelling and the types of the cons
 	@$(BIN)/ruff format --check --quiet
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/typos
+	@$(BIN)/python -m tests.harness.console_types
 	@DENO_DIR=.tools/deno DENO_NO_UPDATE_CHECK=1 $(BIN)/deno check --quiet --no-remote --no-npm --config tests/console/types/deno.jsonc services/forebay/console/static/js/app.js
 
 type: $(READY) ## check types with mypy --strict

@@ -1,6 +1,7 @@
-"""TypeScript declarations of the objects that the console's endpoints return: `make schemas` writes them.
+"""Write TypeScript declarations of the objects that the console's endpoints return.
 
-`make lint` checks the modules of the page against the declarations, so a module cannot use a field that was removed.
+`make schemas` and `make lint` run this. `make lint` then checks the modules of the page against the declarations, so it
+fails where a module uses a field that was renamed or removed.
 """
 
 from pathlib import Path
