@@ -311,18 +311,14 @@ async def test_foreign_records_of_the_topic_are_skipped(log: SqliteLog) -> None:
     assert len(published(log, kind=ShadowStarted)) == 2
 
 
-async def test_a_shadow_continues_from_the_snapshot_that_a_claim_names(log: SqliteLog) -> None:
-    async with System(log).started(workers=2) as system:
-        async with system.owned() as owner:
-            await serve(system, owner, "a")
-        sealed = log.next_offset(DECISIONS.name, 0) - 1
-        async with running(log, shadow_of(log, from_start=True)):
-            await serve_unsealed(system, "b")
-            nonce = (await valid(log))[-1].owner_nonce
-            claim = OwnerClaimed(owner_id="o", core_version=CORE_VERSION, snapshot=sealed, previous_nonce=nonce)
-            await log.append([Draft(DECISIONS.name, 0, encode(DECISIONS, claim))])
-            async with system.owned():
-                await system.serve("c", [1, 2, 3])
+async def test_a_shadow_continues_from_the_state_that_a_claim_names(log: SqliteLog) -> None:
+    async with System(log).started(workers=2) as system, running(log, shadow_of(log, from_start=True)):
+        await serve_unsealed(system, "a")
+        nonce = (await valid(log))[-1].owner_nonce
+        claim = OwnerClaimed(owner_id="o", core_version=CORE_VERSION, snapshot=0, previous_nonce=nonce)
+        await log.append([Draft(DECISIONS.name, 0, encode(DECISIONS, claim))])
+        async with system.owned():
+            await system.serve("b", [1, 2, 3])
     await require_each_once(log)
 
 

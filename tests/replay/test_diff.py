@@ -356,9 +356,9 @@ def test_the_alternative_inherits_queued_requests_at_the_start() -> None:
 
 async def from_start(log: MemoryLog, start: Start, alter: Alternative) -> DiffReport:
     world = restore(start.world.snapshot())
-    walk = JournalReader(log, 0, Start(world, start.offset), await log.end("decisions", 0))
-    comparison = Comparison(walk, alter)
-    async for step in walk:
+    reader = JournalReader(log, 0, Start(world, start.offset), await log.end("decisions", 0))
+    comparison = Comparison(reader, alter)
+    async for step in reader:
         assert step.divergence is None
         comparison.follow(step.offset, step.record)
     return comparison.finish()

@@ -322,16 +322,16 @@ def selected_with(world: World, plan: Plan, setting: str, value: Any) -> str:
 async def test_changes_of_settings_have_the_selection_of_another_configuration(name: str) -> None:
     plans = 0
     with closing(SqliteLog.open(FOLDER / f"{name}.rec", readonly=True)) as log:
-        walk = await read_whole(log, 0, GOLDEN_CUSTOM)
+        reader = await read_whole(log, 0, GOLDEN_CUSTOM)
 
         def check_every_fifth(plan: Plan) -> None:
             nonlocal plans
             plans += 1
             if plans % 5 == 0:
-                check_changes(walk.world, plan)
+                check_changes(reader.world, plan)
 
-        walk.world.on_plan = check_every_fifth
-        async for step in walk:
+        reader.world.on_plan = check_every_fifth
+        async for step in reader:
             assert step.divergence is None, "the evaluation does not change the state"
     assert plans >= 5
 

@@ -77,10 +77,10 @@ def out(tmp_path: Path) -> Path:
 
 async def state_at(log: Log, end: int) -> str:
     """Return the digest of the state right before a journal offset, replayed from the beginning of the log."""
-    walk = JournalReader(log, 0, Start(World(), 0), end)
-    async for step in walk:
+    reader = JournalReader(log, 0, Start(World(), 0), end)
+    async for step in reader:
         assert step.divergence is None
-    return f"{walk.world.digest():016x}"
+    return f"{reader.world.digest():016x}"
 
 
 def verified(path: Path, partition: int = 0) -> VerifyReport:

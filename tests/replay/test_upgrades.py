@@ -489,8 +489,8 @@ async def test_what_follows_given_up_records_is_derived(
             assert follower.error == ""
             found = await catalog_position(log, 0, follower.store, offset=claim + 1)
             assert found.world.digest() == position.world.digest()
-            assert follower.walk is not None
-            assert follower.walk.world.digest() == last.world.digest()
+            assert follower.reader is not None
+            assert follower.reader.world.digest() == last.world.digest()
     explained = await explain(log, 0, "c")
     assert explained.derived_from >= claim
     code, _, error = await forebay("replay", "diff", tmp_path / "log.db", "--policy", "random")

@@ -93,8 +93,8 @@ class Position:
         self.later = LaterFacts()
         self._log = log
         self._partition = partition
-        self._walk = JournalReader(log, partition, start, end)
-        self._steps = aiter(self._walk)
+        self._reader = JournalReader(log, partition, start, end)
+        self._steps = aiter(self._reader)
         self._lost: deque[LossFacts] = deque(maxlen=LOST_MAX)
         self._lost_before = start.lost if isinstance(start, CheckpointStart) else None
         self._fleet_start = start.world.view.get(FLEET.name, 0)
@@ -103,12 +103,12 @@ class Position:
 
     @property
     def rules(self) -> int:
-        return self._walk.validity.rules
+        return self._reader.validity.rules
 
     @property
     def owner(self) -> OwnerState:
         """The owner at this position, with the sequence number of its next record."""
-        return OwnerState(self.world.owner_epoch, self.world.owner_nonce, self._walk.followed.next_seq)
+        return OwnerState(self.world.owner_epoch, self.world.owner_nonce, self._reader.followed.next_seq)
 
     @property
     def offset(self) -> int:
@@ -144,7 +144,7 @@ class Position:
             queues=queues_of(world),
             requests=requests_of(world, await self._read_timeouts()),
             sessions=len(world.sessions),
-            unverified=self._walk.unverified,
+            unverified=self._reader.unverified,
             stores=world.index.stores.sizes(),
             later=self.later,
         )

@@ -89,18 +89,18 @@ class ObservedHistory:
 
 
 class _HistoryCollector:
-    """Collects an observed history while a walk derives, and thereby verifies, its decisions."""
+    """Collects an observed history while a reader derives, and thereby verifies, its decisions."""
 
-    def __init__(self, walk: JournalReader) -> None:
-        """Register with `walk`, which must not have begun."""
-        world = walk.world
+    def __init__(self, reader: JournalReader) -> None:
+        """Register with `reader`, which must not have begun."""
+        world = reader.world
         self._world = world
         self._open: dict[str, ObservedRequest] = {}
         self._void = self._voids()
         self.found = ObservedHistory(state_of(world), [], begin_us=world.now_us, end_us=world.now_us)
         for request in world.requests.active():
             self._add(_restarted(request, world.pools[request.submitted.pool].model, world.now_us))
-        walk.followed.on_applied = self._on_applied
+        reader.followed.on_applied = self._on_applied
 
     def _on_applied(self, _: str, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision]) -> None:
         found = self.found
@@ -162,15 +162,15 @@ async def observe_history(
 
     `progress` is called regularly with the number of journal records done, their total, and the decisions verified.
     """
-    walk = await read_whole(log, partition, custom)
-    found = _HistoryCollector(walk).found
+    reader = await read_whole(log, partition, custom)
+    found = _HistoryCollector(reader).found
     verified = 0
-    async for step in walk:
+    async for step in reader:
         found.divergence = step.divergence
         verified += isinstance(step.record, AnyDecision)
-        if progress is not None and (step.offset + 1 - walk.start) % PROGRESS_EVERY == 0:
-            progress(step.offset + 1, walk.end, verified)
-    found.unverified = walk.unverified
+        if progress is not None and (step.offset + 1 - reader.start) % PROGRESS_EVERY == 0:
+            progress(step.offset + 1, reader.end, verified)
+    found.unverified = reader.unverified
     return found
 
 

@@ -219,29 +219,29 @@ async def fill(
         reopen_every: number of writes after which another observer continues, as after a restart; 0 for never.
         check: called after each record.
     """
-    walk = await read_whole(log, partition, CUSTOM)
+    reader = await read_whole(log, partition, CUSTOM)
     observer = ContentsObserver()
-    observer.open(connection, walk.world)
+    observer.open(connection, reader.world)
 
     def on_applied(topic: str, event: InputEvent | None, now_us: int, decisions: Sequence[AnyDecision]) -> None:
-        observer.on_applied(topic, event, now_us, decisions, walk.world)
+        observer.on_applied(topic, event, now_us, decisions, reader.world)
 
-    walk.followed.on_applied = on_applied
+    reader.followed.on_applied = on_applied
     number = 0
-    async for step in walk:
+    async for step in reader:
         number += 1
         assert step.divergence is None
-        observer.on_record(step.offset, step.record, walk.world)
+        observer.on_record(step.offset, step.record, reader.world)
         if check is not None:
-            check(walk, observer, step)
+            check(reader, observer, step)
         if number % write_every == 0:
             write(connection, observer)
             if reopen_every and number % (write_every * reopen_every) == 0:
                 observer = ContentsObserver()
-                observer.open(connection, walk.world)
+                observer.open(connection, reader.world)
     write(connection, observer)
-    await show_tail(connection, observer, log, partition, walk)
-    return walk
+    await show_tail(connection, observer, log, partition, reader)
+    return reader
 
 
 async def tables_of(made: Recorder, **options: Any) -> sqlite3.Connection:
@@ -259,12 +259,12 @@ def write(connection: sqlite3.Connection, observer: ContentsObserver) -> None:
 
 
 async def show_tail(
-    connection: sqlite3.Connection, observer: ContentsObserver, log: Log, partition: int, walk: JournalReader
+    connection: sqlite3.Connection, observer: ContentsObserver, log: Log, partition: int, reader: JournalReader
 ) -> None:
     """Report the events after the journal's end, in append order, and write their effect."""
     tail = []
     for topic in INPUTS:
-        begin, end = walk.world.view.get(topic.name, 0), await log.end(topic.name, partition)
+        begin, end = reader.world.view.get(topic.name, 0), await log.end(topic.name, partition)
         tail += [
             (record.at_us, topic.name, record.offset, decode_or_none(topic, record.value))
             async for record in records_of(log, topic, partition, begin, end)

@@ -99,8 +99,8 @@ async def test_a_growing_log_is_followed_also_after_a_restart(tmp_path: Path) ->
         assert (follower.error, follower.state.begin_offset) == ("", 0)
     assert follower is not None
     assert noted(follower.store) == await expected(log)
-    assert follower.walk is not None
-    assert follower.walk.world.digest() == made.world.digest()
+    assert follower.reader is not None
+    assert follower.reader.world.digest() == made.world.digest()
 
 
 @timed

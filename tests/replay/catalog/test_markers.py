@@ -181,11 +181,11 @@ async def test_markers_of_recordings_are_sentences(path: Path) -> None:
     log = SqliteLog.open(path, readonly=True)
     for partition in (await groups_of(log)).values():
         connection = new_tables()
-        walk = await fill(connection, log, partition)
+        reader = await fill(connection, log, partition)
         found = markers(connection, 0, FOREVER, 2_000)
         assert all(one.text[0].isupper() or one.text[0].isdigit() for one in found)
         assert all(one.text.endswith(".") for one in found)
-        assert {one.at_us for one in found if one.at_us > walk.world.now_us} == set()
+        assert {one.at_us for one in found if one.at_us > reader.world.now_us} == set()
     log.close()
 
 
@@ -236,8 +236,8 @@ async def test_old_rows_can_be_removed() -> None:
     made("requests", request("new", SHORT, model="unknown"))
     made.seal()
     connection, log = new_tables(), await made.log()
-    walk = await fill(connection, log)
-    ContentsObserver().remove_before(connection, 0, walk.world.now_us - 1_000)
+    reader = await fill(connection, log)
+    ContentsObserver().remove_before(connection, 0, reader.world.now_us - 1_000)
     ids = [request_id for (request_id,) in connection.execute("SELECT request_id FROM requests ORDER BY number")]
     assert ids == ["active", "new"]
     assert [one.kind for one in markers(connection, 0, FOREVER, 10)] == ["rejections"]

@@ -91,11 +91,11 @@ async def test_every_moment_shows_the_requests_of_the_owner(path: Path, reopen_e
         connection = new_tables()
         moments: dict[int, Seen] = {}
 
-        def check(walk: JournalReader, _: ContentsObserver, step: Step, moments: dict[int, Seen] = moments) -> None:
+        def check(reader: JournalReader, _: ContentsObserver, step: Step, moments: dict[int, Seen] = moments) -> None:
             for run in step.record.consumed:
                 moments.pop(run.now_us, None)  # the moment is in the middle of what happened at this time
-            if not walk.pending:
-                moments[walk.world.now_us] = seen_in(walk.world)
+            if not reader.pending:
+                moments[reader.world.now_us] = seen_in(reader.world)
 
         await fill(connection, log, partition, write_every=5, reopen_every=reopen_every, check=check)
         for at_us, expected in moments.items():
@@ -217,14 +217,14 @@ async def test_events_after_the_journal_are_shown_until_a_record_counts_them() -
         made("requests", submitted(name, SHORT))
     connection = new_tables()
     log = await made.log()
-    walk = await fill(connection, log)
+    reader = await fill(connection, log)
     observer = ContentsObserver()
-    observer.open(connection, walk.world)
+    observer.open(connection, reader.world)
     made.progress("first", FirstTokenEmitted)
     made.progress("first", RequestFinished, finish_reason="stop", output_tokens=1)
     made("requests", submitted("third", SHORT), journalled=False)
     tail = await made.log()
-    await show_tail(connection, observer, tail, 0, walk)
+    await show_tail(connection, observer, tail, 0, reader)
     states = {row.request_id: row.state for row in requests(connection).requests}
     assert states == {"third": "submitted", "second": "prefill", "first": "finished"}
     assert find(connection, "third")[0].journal_offset is None

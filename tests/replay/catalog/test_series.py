@@ -71,7 +71,7 @@ class Reference:
 
 async def reference_of(log: SqliteLog, partition: int) -> Reference:
     """Return the metrics of a log, from its events and nothing else."""
-    walk = await read_whole(log, partition, CUSTOM)
+    reader = await read_whole(log, partition, CUSTOM)
     reference = Reference()
     submitted: dict[str, tuple[int, int]] = {}
     on: dict[str, tuple[int, str, int]] = {}
@@ -111,8 +111,8 @@ async def reference_of(log: SqliteLog, partition: int) -> Reference:
                     reference.count("failed", now_us, one.reason != "cancelled")
                     on.pop(one.request_id, None)
 
-    walk.followed.on_applied = on_applied
-    async for step in walk:
+    reader.followed.on_applied = on_applied
+    async for step in reader:
         assert step.divergence is None
     return reference
 
@@ -123,9 +123,9 @@ async def test_series_equal_the_events(path: Path, reopen_every: int) -> None:
     log = SqliteLog.open(path, readonly=True)
     for partition in (await groups_of(log)).values():
         connection = new_tables()
-        walk = await fill(connection, log, partition, write_every=7, reopen_every=reopen_every)
+        reader = await fill(connection, log, partition, write_every=7, reopen_every=reopen_every)
         reference = await reference_of(log, partition)
-        end_us = walk.world.now_us + 1
+        end_us = reader.world.now_us + 1
         begin_us = min(reference.counts["submitted"], default=0) * SECOND_US
         for span_us, points in ((3 * SECOND_US, 600), (end_us - begin_us, 5), (end_us - begin_us, 600)):
             reference.check(connection, end_us - span_us, end_us, points)

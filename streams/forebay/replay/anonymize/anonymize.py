@@ -123,12 +123,12 @@ async def _learn(
     rules wrote the journal, and LogError if the log is damaged or incomplete.
     """
     anonymizer, overdue = EventAnonymizer(key), set[str]()
-    walk = await read_whole(log, partition, custom)
-    for worker in walk.world.fleet.workers():
+    reader = await read_whole(log, partition, custom)
+    for worker in reader.world.fleet.workers():
         anonymizer.learn_worker(worker.spec)
-    for pool in walk.world.pools.values():
+    for pool in reader.world.pools.values():
         anonymizer.learn_pool(pool)
-    async for step in walk:
+    async for step in reader:
         if step.divergence is not None:
             raise NotAnonymizable(
                 f"the decision at journal offset {step.offset} does not follow from the events: "
@@ -142,9 +142,9 @@ async def _learn(
             elif isinstance(event, PoolConfigured):
                 anonymizer.learn_pool(event)
         if progress is not None and step.offset % PROGRESS_EVERY == 0:
-            progress(step.offset, walk.end)
+            progress(step.offset, reader.end)
     # Requests with the deadline of the last abort may have expired with it, although the journal ends before.
-    for decided in walk.followed.pending:
+    for decided in reader.followed.pending:
         if isinstance(decided, RequestAborted) and decided.reason in DEADLINES:
             overdue.add(decided.request_id)
     async for _, event in events_of(log, REQUESTS, partition):

@@ -70,7 +70,7 @@ class Follower:
         size_max: int = SIZE_MAX,
     ) -> None:
         self.store = store
-        self.walk: JournalReader | None = None
+        self.reader: JournalReader | None = None
         self.observers: Sequence[CatalogObserver] = ()
         self.error = ""
         self.failed = False
@@ -101,21 +101,21 @@ class Follower:
     @property
     def position(self) -> int:
         """Journal offset of the first record that is not part of the derived state; 0 before the start."""
-        return 0 if self.walk is None else self.walk.derived
+        return 0 if self.reader is None else self.reader.derived
 
     @property
     def is_at_end(self) -> bool:
         """Whether the follower has derived the whole journal, as far as known."""
-        return self.walk is not None and not self.error and self.position == self._log_end
+        return self.reader is not None and not self.error and self.position == self._log_end
 
     @property
     def state(self) -> CatalogState:
-        walk = self.walk
+        reader = self.reader
         return CatalogState(
             begin_us=self._begin_us,
-            end_us=0 if walk is None else walk.world.now_us,
+            end_us=0 if reader is None else reader.world.now_us,
             begin_offset=self._begin_offset,
-            end_offset=self._begin_offset if walk is None else self.position,
+            end_offset=self._begin_offset if reader is None else self.position,
             log_end_offset=self._log_end,
             behind_s=self._behind_s,
             is_complete=self._is_complete,
@@ -141,7 +141,7 @@ class Follower:
             raise unwritable(self.store.path, error) from error
         logger.warning("%s: the catalog is damaged (%s); it is deleted and built anew", self.store.path, error)
         self.store.rebuild(self._partition)
-        self.walk, self.observers, self._is_complete = None, (), False
+        self.reader, self.observers, self._is_complete = None, (), False
         self.error, self.is_blocked = "", False
 
     async def _catch_up_or_stop(self) -> None:
@@ -158,7 +158,7 @@ class Follower:
 
     async def commit(self, checkpoint: checkpoints.Checkpoint | None = None) -> None:
         """Commit the rows of all observers, with the position and a checkpoint at this position."""
-        assert self.walk is not None, "call catch_up first"
+        assert self.reader is not None, "call catch_up first"
         committed = CommittedPosition(
             position=self.position,
             checksum=await checksum_at(self._log, self._partition, self.position - 1),
@@ -181,15 +181,15 @@ class Follower:
         self._committed_s = runtime.monotonic_s()
 
     async def _catch_up(self) -> None:
-        walk = self.walk or await self._start()
+        reader = self.reader or await self._start()
         await self._follow_begin()
-        walk.end = self._log_end = await self._log.end(DECISIONS.name, self._partition)
+        reader.end = self._log_end = await self._log.end(DECISIONS.name, self._partition)
         self._report()
-        await self._derive(walk)
-        if walk.left is None:
+        await self._derive(reader)
+        if reader.left is None:
             self.error, self.is_blocked = "", False
         else:
-            self.note_error(walk.left)
+            self.note_error(reader.left)
         self._is_complete = True
         self._behind_s = 0.0
         if self._uncommitted:
@@ -198,43 +198,43 @@ class Follower:
 
     async def _on_restored(self, blocked: int) -> None:
         """Continue with an owner that continued from a snapshot. The records from `blocked` on were not derived."""
-        assert self.walk is not None, "observers are called after the start"
+        assert self.reader is not None, "observers are called after the start"
         for observer in self.observers:
-            observer.resume(self.walk.world)
-        self._spans.append((blocked, self.walk.start))
-        self._attach(self.walk)
-        await self._take_checkpoint(self.walk)
+            observer.resume(self.reader.world)
+        self._spans.append((blocked, self.reader.start))
+        self._attach(self.reader)
+        await self._take_checkpoint(self.reader)
         self._step_began_s = runtime.monotonic_s()
 
-    def _attach(self, walk: JournalReader) -> None:
-        walk.followed.on_applied = self._on_applied
-        walk.world.on_loss = self._on_loss
-        walk.on_restored, walk.on_skipped = self._on_restored, self._breathe
-        self.walk = walk
+    def _attach(self, reader: JournalReader) -> None:
+        reader.followed.on_applied = self._on_applied
+        reader.world.on_loss = self._on_loss
+        reader.on_restored, reader.on_skipped = self._on_restored, self._breathe
+        self.reader = reader
 
-    async def _derive(self, walk: JournalReader) -> None:
+    async def _derive(self, reader: JournalReader) -> None:
         self._step_began_s = runtime.monotonic_s()
-        async for step in walk:
+        async for step in reader:
             if step.divergence is not None:
                 raise JournalDiverged(step.divergence)
             # A moment is derived without observers, so their time does not count.
             elapsed_s, self._observers_s = runtime.monotonic_s() - self._step_began_s - self._observers_s, 0.0
             self._derived.add(elapsed_s, sum(map(len, step.events.values())))
-            self._observe(step, walk)
+            self._observe(step, reader)
             now_s = runtime.monotonic_s()
-            if self._is_checkpoint_due(walk):
-                await self._take_checkpoint(walk)
+            if self._is_checkpoint_due(reader):
+                await self._take_checkpoint(reader)
             elif self._uncommitted >= COMMIT_RECORDS or now_s - self._committed_s >= COMMIT_S:
                 await self.commit()
             await self._breathe()
             self._step_began_s = runtime.monotonic_s()
 
-    def _observe(self, step: Step, walk: JournalReader) -> None:
+    def _observe(self, step: Step, reader: JournalReader) -> None:
         for observer in self.observers:
-            observer.on_record(step.offset, step.record, walk.world)
+            observer.on_record(step.offset, step.record, reader.world)
         self._uncommitted += 1
         if not self._begin_us:
-            self._begin_us = walk.world.now_us
+            self._begin_us = reader.world.now_us
 
     async def _breathe(self) -> None:
         now_s = runtime.monotonic_s()
@@ -247,29 +247,30 @@ class Follower:
             self._breathed_s = runtime.monotonic_s()
 
     def _report(self) -> None:
-        if self._progress is not None and self.walk is not None:
-            self._progress(self.walk.position - self._begin_offset, self._log_end - self._begin_offset)
+        if self._progress is not None and self.reader is not None:
+            self._progress(self.reader.position - self._begin_offset, self._log_end - self._begin_offset)
 
-    def _is_checkpoint_due(self, walk: JournalReader) -> bool:
-        return walk.pending == 0 and self._derived.total_s >= self._spacing * max(checkpoints.DERIVE_S, self._restore_s)
+    def _is_checkpoint_due(self, reader: JournalReader) -> bool:
+        due_s = self._spacing * max(checkpoints.DERIVE_S, self._restore_s)
+        return reader.pending == 0 and self._derived.total_s >= due_s
 
-    async def _take_checkpoint(self, walk: JournalReader) -> None:
-        await self._measure_lag(walk)
+    async def _take_checkpoint(self, reader: JournalReader) -> None:
+        await self._measure_lag(reader)
         started_s = runtime.monotonic_s()
-        taken = await checkpoints.take(walk.world, walk.derived, walk.unverified)
+        taken = await checkpoints.take(reader.world, reader.derived, reader.unverified)
         restore_s = checkpoints.RESTORE_PER_TAKE * (runtime.monotonic_s() - started_s)
         self._restore_s = min(restore_s, 1.5 * self._restore_s or restore_s)  # a busy machine may delay one reading
         await self.commit(taken)
         self._derived.reset()
-        await self._limit_size(walk)
+        await self._limit_size(reader)
 
-    async def _measure_lag(self, walk: JournalReader) -> None:
+    async def _measure_lag(self, reader: JournalReader) -> None:
         """Note how far the catalog lags behind the append times of journal records."""
         self._log_end = await self._log.end(DECISIONS.name, self._partition)
-        if not walk.at_us:  # it has derived no record yet
+        if not reader.at_us:  # it has derived no record yet
             return
         for newest in await self._log.read(DECISIONS.name, self._partition, self._log_end - 1, 1):
-            self._behind_s = max(0, newest.at_us - walk.at_us) / 1e6
+            self._behind_s = max(0, newest.at_us - reader.at_us) / 1e6
 
     async def _start(self) -> JournalReader:
         """Return the derivation at the committed position, or at the oldest usable state."""
@@ -304,29 +305,29 @@ class Follower:
 
     async def _resume(self, start: Start, position: int) -> JournalReader:
         """Derive the records up to `position` without observers, and open the observers there."""
-        walk = JournalReader(self._log, self._partition, start, position, Past.OTHER_RULES)
-        async for step in walk:
+        reader = JournalReader(self._log, self._partition, start, position, Past.OTHER_RULES)
+        async for step in reader:
             if step.divergence is not None:
                 raise JournalDiverged(step.divergence)
             await self._breathe()
         observers = self._new_observers()
         for observer in observers:
-            observer.open(self.store.connection, walk.world)
-        self._attach(walk)
+            observer.open(self.store.connection, reader.world)
+        self._attach(reader)
         self.observers = observers
         self._derived.reset()
-        return walk
+        return reader
 
     def _on_applied(self, topic: str, event: InputEvent | None, now_us: int, decisions: Sequence[AnyDecision]) -> None:
-        assert self.walk is not None, "observers are called after the start"
+        assert self.reader is not None, "observers are called after the start"
         started_s = runtime.monotonic_s()
         for observer in self.observers:
-            observer.on_applied(topic, event, now_us, decisions, self.walk.world)
+            observer.on_applied(topic, event, now_us, decisions, self.reader.world)
         self._observers_s += runtime.monotonic_s() - started_s
 
     def _on_loss(self, event: WorkerLost, worker: FleetWorker) -> None:
-        assert self.walk is not None, "observers are called after the start"
-        self._losses.append((self.walk.position, loss_of(self.walk.world, event, worker)))
+        assert self.reader is not None, "observers are called after the start"
+        self._losses.append((self.reader.position, loss_of(self.reader.world, event, worker)))
 
     async def _follow_begin(self) -> None:
         """Note from which record on moments can be shown, after retention has deleted records."""
@@ -350,19 +351,19 @@ class Follower:
 
     async def _recover(self) -> None:
         """Follow the log again from the committed position, up to the record that cannot be derived."""
-        if self.walk is None:
+        if self.reader is None:
             return
-        end = self.walk.position
+        end = self.reader.position
         self._losses.clear()
         try:
-            walk = self.walk = await self._start()
-            walk.end = end
-            await self._derive(walk)
+            reader = self.reader = await self._start()
+            reader.end = end
+            await self._derive(reader)
             await self.commit()
         except LogError as error:
             logger.debug("the records after the committed position cannot be derived: %s", error)
 
-    async def _limit_size(self, walk: JournalReader) -> None:
+    async def _limit_size(self, reader: JournalReader) -> None:
         """Remove checkpoints, or else the oldest rows, if the catalog is above its maximum size."""
         if self.store.size <= self._size_max:
             return
@@ -376,7 +377,7 @@ class Follower:
             self.store.set_meta("spacing", str(self._spacing))
             return
         kept = int(self.store.meta("rows_begin") or self._begin_offset)
-        cut = checkpoints.first_from(connection, kept + (walk.derived - kept) // TRIM_SHARE)
+        cut = checkpoints.first_from(connection, kept + (reader.derived - kept) // TRIM_SHARE)
         if cut is not None:
             with self.store.transaction():
                 for observer in self.observers:

@@ -107,17 +107,17 @@ class LivePublisher:
     async def publish(self) -> bool:
         """Write the newest status and state. The follower must not run meanwhile."""
         moved = await self._follow_tail()
-        walk = self._follower.walk
+        reader = self._follower.reader
         state = self._follower.state
         if self._later is not None:
             now_us = self._later.world.now_us
             # A claim has no clock reading. Without another record, no moment before the later events can be shown.
             state = msgspec.structs.replace(state, begin_us=state.begin_us or now_us, end_us=max(state.end_us, now_us))
-        if walk is not None:
+        if reader is not None:
             ends = tuple([await self._log.end(topic.name, self._partition) for topic in INPUTS])
-            key = (walk.derived, ends, None if self._later is None else self._later.applied.total())
+            key = (reader.derived, ends, None if self._later is None else self._later.applied.total())
             if key != self._key:
-                self._derived = await self._build_status(walk.world)
+                self._derived = await self._build_status(reader.world)
                 self._key = key
         if self._derived is not None:
             derived = self._derived
@@ -149,25 +149,25 @@ class LivePublisher:
 
     async def _follow_tail(self) -> bool:
         """Apply the events after the newest journal record, if the journal is idle. Return whether rows changed."""
-        walk = self._follower.walk
+        reader = self._follower.reader
         now_s = runtime.monotonic_s()
-        if walk is None or walk.derived != self._position:
-            self._position = -1 if walk is None else walk.derived
+        if reader is None or reader.derived != self._position:
+            self._position = -1 if reader is None else reader.derived
             self._moved_s, self._later = now_s, None
             was_reported, self._is_reported = self._is_reported, False
             if was_reported:
                 for observer in self._follower.observers:
                     observer.clear_unrecorded()
-        if walk is None or not self._follower.is_at_end:
+        if reader is None or not self._follower.is_at_end:
             return False
         # At first at once: in a log without decisions, no journal record counts that workers have joined.
         is_first, self._was_at_end = not self._was_at_end, True
         if not is_first and now_s - self._moved_s < max(IDLE_S, COPY_SHARE * self._copy_s):
             return False
         if self._later is None:
-            if not await self._has_later_events(walk.world):
+            if not await self._has_later_events(reader.world):
                 return False
-            self._later = LaterWorld(self._log, self._partition, walk.world, self._custom)
+            self._later = LaterWorld(self._log, self._partition, reader.world, self._custom)
             await self._later.copy()
             self._copy_s = self._later.copy_s
             for observer in self._follower.observers:

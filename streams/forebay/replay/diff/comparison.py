@@ -73,11 +73,11 @@ NEVER_ROUTED = _FirstRoute()
 
 
 class Comparison:
-    """Applies the events of a walk to the alternative world, and compares its decisions with history's."""
+    """Applies the events of a journal to the alternative world, and compares its decisions with history's."""
 
-    def __init__(self, walk: JournalReader, alter: Alternative, named: Named = names_nothing) -> None:
-        """Register with `walk`, which must not have begun, after a `DivergenceTrail`."""
-        self.report = DiffReport(start=walk.start)
+    def __init__(self, reader: JournalReader, alter: Alternative, named: Named = names_nothing) -> None:
+        """Register with `reader`, which must not have begun, after a `DivergenceTrail`."""
+        self.report = DiffReport(start=reader.start)
         self._alter = alter
         self._altered: dict[str, tuple[PoolConfigured, PoolConfigured]] = {}
         self._tallies = (WorldTally(), WorldTally())
@@ -91,20 +91,20 @@ class Comparison:
         self._sent: dict[str, tuple[array[int], str, int]] = {}  # history's requests sent since the start
         self._landed = PlacementHits()
         self._fork_key: Key | None = None
-        self._outdated = walk.world.counts["stale_progress"]
-        for worker in walk.world.fleet.workers():
+        self._outdated = reader.world.counts["stale_progress"]
+        for worker in reader.world.fleet.workers():
             self._ranks |= dict.fromkeys((worker.spec.worker_id, rank) for rank in worker.spec.ranks)
-        for request in walk.world.requests.queued():
+        for request in reader.world.requests.queued():
             self._pair(request.submitted.request_id, request.queued_at_us)
-        self._other = CounterfactualWorld(walk.world, alter, named)
-        self._worlds = (walk.world, self._other.world)
-        self._compare([], self._other.configure(), walk.world.now_us)
-        self._previous_on_plan = walk.world.on_plan
-        walk.world.on_plan = self._on_plan
-        walk.followed.on_applied = self._on_applied
+        self._other = CounterfactualWorld(reader.world, alter, named)
+        self._worlds = (reader.world, self._other.world)
+        self._compare([], self._other.configure(), reader.world.now_us)
+        self._previous_on_plan = reader.world.on_plan
+        reader.world.on_plan = self._on_plan
+        reader.followed.on_applied = self._on_applied
 
     def follow(self, offset: int, record: JournalRecord) -> None:
-        """Count a step of the walk. The decisions on its events were compared when the walk applied the events."""
+        """Count a step of the reader. The decisions on its events were compared when the reader applied the events."""
         report = self.report
         report.records += 1
         report.events += sum(run.count for run in record.consumed)

@@ -1,6 +1,6 @@
-"""Compare history with an alternative configuration, on one walk over a recorded group or a span of it.
+"""Compare history with an alternative configuration, in one pass over a recorded group or a span of it.
 
-The comparison is open loop: the alternative gets history's events (`forebay.replay.diff.comparison`). The walk also
+The comparison is open loop: the alternative gets history's events (`forebay.replay.diff.comparison`). The pass also
 verifies history.
 """
 
@@ -82,16 +82,16 @@ async def span_of(
 async def derive_up_to(
     log: Log, partition: int, span: Span, progress: OnProgress | None = None
 ) -> Start | DivergenceReport:
-    walk = JournalReader(log, partition, span.start, span.first)
-    trail, records = DivergenceTrail(walk), 0
-    async for step in walk:
+    reader = JournalReader(log, partition, span.start, span.first)
+    trail, records = DivergenceTrail(reader), 0
+    async for step in reader:
         if step.divergence is not None:
             return trail.report(step.divergence, step)
         trail.add_verified(step)
         records += 1
         if progress is not None and records % PROGRESS_EVERY == 0:
             progress(step.offset + 1, span.end, 0)
-    return Start(walk.world, span.first)
+    return Start(reader.world, span.first)
 
 
 async def _state_before(log: Log, partition: int, from_us: int, custom: CustomPolicies) -> Start:
@@ -137,11 +137,11 @@ async def diff(
         report = DiffReport(start=span.first, divergence=begin)
         report.notes = notes(report)
         return report
-    walk = JournalReader(log, partition, begin, span.end)
-    trail = DivergenceTrail(walk)
-    comparison = Comparison(walk, alter, named)
+    reader = JournalReader(log, partition, begin, span.end)
+    trail = DivergenceTrail(reader)
+    comparison = Comparison(reader, alter, named)
     report, verified = comparison.report, 0
-    async for step in walk:
+    async for step in reader:
         if step.divergence is not None:
             report.divergence = trail.report(step.divergence, step)
             break
@@ -149,6 +149,6 @@ async def diff(
         comparison.follow(step.offset, step.record)
         verified += isinstance(step.record, AnyDecision)
         if progress is not None and report.records % PROGRESS_EVERY == 0:
-            progress(step.offset + 1, walk.end, verified)
-    report.unverified = walk.unverified
+            progress(step.offset + 1, reader.end, verified)
+    report.unverified = reader.unverified
     return comparison.finish()

@@ -79,62 +79,62 @@ async def explain(
     try:
         start = await _start(log, partition, found, first, states or States(log, partition, custom), custom)
         timeline = Timeline(found.request_id, start.world)
-        walk = JournalReader(log, partition, start, end, Past.ABANDONED_HISTORY)
-        divergence = await _derive(walk, timeline, found.last, progress, with_changes=with_changes)
+        reader = JournalReader(log, partition, start, end, Past.ABANDONED_HISTORY)
+        divergence = await _derive(reader, timeline, found.last, progress, with_changes=with_changes)
     except OtherRules as other:
         raise NotDerivable(str(other)) from other
     if divergence is None and not timeline.over:
         if not timeline.begun:
             raise UnknownRequest(found.request_id, ())
-        await _observe_tail(log, partition, timeline, walk.world.view)
+        await _observe_tail(log, partition, timeline, reader.world.view)
     return msgspec.structs.replace(
         timeline.explanation(diverged=divergence is not None),
         earlier_uses=found.earlier,
         others=found.others,
         derived_from=start.offset,
-        derived_to=walk.position,
-        unverified=walk.unverified,
+        derived_to=reader.position,
+        unverified=reader.unverified,
         divergence=divergence,
     )
 
 
 async def _derive(
-    walk: JournalReader, timeline: Timeline, last: int, progress: OnProgress | None, *, with_changes: bool
+    reader: JournalReader, timeline: Timeline, last: int, progress: OnProgress | None, *, with_changes: bool
 ) -> DivergenceReport | None:
-    """Apply the steps of a walk to a timeline, up to the end of the request and its `last` decision."""
-    trail = _trail_of(walk, timeline, with_changes=with_changes)
+    """Apply the steps of a reader to a timeline, up to the end of the request and its `last` decision."""
+    trail = _trail_of(reader, timeline, with_changes=with_changes)
 
     async def on_restored(_: int) -> None:
         nonlocal trail
-        timeline.continue_in(walk.world)
-        trail = _trail_of(walk, timeline, with_changes=with_changes)
+        timeline.continue_in(reader.world)
+        trail = _trail_of(reader, timeline, with_changes=with_changes)
 
-    walk.on_restored = on_restored
-    async for step in walk:
+    reader.on_restored = on_restored
+    async for step in reader:
         if step.divergence is not None:
             return trail.report(step.divergence, step)
         trail.add_verified(step)
         timeline.apply(step)
         if timeline.over and step.offset >= last:
             break
-        if walk.position % BREATHE_EVERY == 0:
+        if reader.position % BREATHE_EVERY == 0:
             if progress is not None:
-                progress(walk.position - walk.start, walk.end - walk.start)
+                progress(reader.position - reader.start, reader.end - reader.start)
             await asyncio.sleep(0)
     return None
 
 
-def _trail_of(walk: JournalReader, timeline: Timeline, *, with_changes: bool) -> DivergenceTrail:
-    """Register a trail and a timeline with the world of `walk`, which has derived no record in it yet."""
-    trail = DivergenceTrail(walk)
-    kept = walk.world.on_plan
+def _trail_of(reader: JournalReader, timeline: Timeline, *, with_changes: bool) -> DivergenceTrail:
+    """Register a trail and a timeline with the world of `reader`, which has derived no record in it yet."""
+    trail = DivergenceTrail(reader)
+    kept = reader.world.on_plan
     assert kept is not None, "DivergenceTrail sets a listener"
 
     def on_plan(plan: Plan) -> None:
         kept(plan)
         timeline.on_plan(plan, with_changes=with_changes)
 
-    walk.world.on_plan = on_plan
+    reader.world.on_plan = on_plan
     return trail
 
 

@@ -91,8 +91,8 @@ class _Place(NamedTuple):
 class Timeline:
     """Explains the last request with a given ID, from the steps of a `JournalReader`.
 
-    The caller registers `on_plan` with the walk's world. If the request is already active where the walk begins, the
-    timeline starts there, without the submission.
+    The caller registers `on_plan` with the reader's world. If the request is already active where the reader begins,
+    the timeline starts there, without the submission.
     """
 
     def __init__(self, request_id: str, world: World) -> None:
@@ -158,7 +158,7 @@ class Timeline:
             self._observe_progress(event, place)
 
     def explanation(self, *, diverged: bool) -> Explanation:
-        """Return the explanation. The caller fills in the fields that depend on the search and on the walk."""
+        """Return the explanation. The caller fills in the fields that depend on the search and on the reader."""
         return Explanation(
             request_id=self.request_id,
             kind="query" if isinstance(self._event, RouteQueried) else "request",
@@ -282,7 +282,7 @@ class Timeline:
     def _selection_text(self, record: RequestRouted | RouteAnswered, place: _Place, **fields: Any) -> str:
         """Return a sentence about a selection, and keep the derived routing decision that belongs to the record."""
         routing = self._plans.popleft()
-        assert routing.table_digest == record.table_digest, "the walk compares the digests"
+        assert routing.table_digest == record.table_digest, "the reader compares the digests"
         fields |= {"stage": record.stage, "prefill": record.prefill, "after_us": routing.now_us - self._zero_us}
         self._routings.append(msgspec.structs.replace(routing, offset=place.offset, **fields))
         return routed_text(self._routings[-1])

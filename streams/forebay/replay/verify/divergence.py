@@ -1,7 +1,7 @@
 """Report a divergence: recorded and derived decision, both cost tables, and the events before.
 
-If a digest in the journal matched the derived state, the cause was applied after that digest. The memory that a walk
-needs for a later report does not grow with the length of the walk.
+If a digest in the journal matched the derived state, the cause was applied after that digest. The memory that a reader
+needs for a later report does not grow with the length of the journal.
 """
 
 from collections import deque
@@ -208,29 +208,29 @@ class DivergenceReport(msgspec.Struct, kw_only=True):
 
 
 class DivergenceTrail:
-    """Collects the data for a divergence report during a walk. Create it before the first step of `walk`."""
+    """Collects the data for a divergence report while `reader` derives. Create it before its first step."""
 
-    def __init__(self, walk: JournalReader) -> None:
-        self._walk = walk
+    def __init__(self, reader: JournalReader) -> None:
+        self._reader = reader
         self._plans: deque[Plan] = deque(maxlen=PLANS_KEPT)
         self._previous: tuple[int, JournalRecord] | None = None
         self._consuming: Step | None = None
-        self._seq = walk.world.seq - 1
-        self._held, self._sealed = walk.start, False
-        self._view = dict(walk.world.view)
-        walk.world.on_plan = self._plans.append
+        self._seq = reader.world.seq - 1
+        self._held, self._sealed = reader.start, False
+        self._view = dict(reader.world.view)
+        reader.world.on_plan = self._plans.append
 
     def add_verified(self, step: Step) -> None:
         record = step.record
         self._previous = (step.offset, record)
         if record.consumed:
             self._consuming = step
-        if not self._walk.pending:
+        if not self._reader.pending:
             self._plans.clear()
         if not isinstance(record, OwnerClaimed):
             self._seq = record.seq
         if isinstance(record, Advanced):
-            self._held, self._sealed, self._view = step.offset, True, dict(self._walk.world.view)
+            self._held, self._sealed, self._view = step.offset, True, dict(self._reader.world.view)
 
     def report(self, divergence: Divergence, step: Step) -> DivergenceReport:
         recorded, derived = divergence.recorded, divergence.derived
@@ -275,13 +275,13 @@ class DivergenceTrail:
         return list(last), count
 
     def _since(self) -> dict[str, tuple[int, int]]:
-        order = self._walk.order
+        order = self._reader.order
         spans = {topic.name: (self._view.get(topic.name, 0), order.offset(topic.name)) for topic in INPUTS}
         return {topic: span for topic, span in spans.items() if span[0] < span[1]}
 
     def _hint(self, recorded: JournalRecord, derived: JournalRecord | None, table: CostTables | None) -> str:
         """Return the likely kind of cause as text, or an empty string."""
-        unknown = sum(reader.unknown for reader in self._walk.order.readers.values())
+        unknown = sum(reader.unknown for reader in self._reader.order.readers.values())
         if unknown:
             return f"{unknown} earlier events of unknown types had no effect here: they may be the cause"
         if recorded.seq != self._seq + 1:

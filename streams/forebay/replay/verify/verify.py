@@ -66,19 +66,19 @@ class ForeignEvent(msgspec.Struct, kw_only=True):
 
 
 class ForeignProgress:
-    """Collects progress events from workers that were not selected, while `walk` derives the decisions."""
+    """Collects progress events from workers that were not selected, while `reader` derives the decisions."""
 
-    def __init__(self, walk: JournalReader) -> None:
-        """Register with `walk`, which must not have begun."""
+    def __init__(self, reader: JournalReader) -> None:
+        """Register with `reader`, which must not have begun."""
         self.count = 0
         self.first: list[ForeignEvent] = []
-        self._world = walk.world
-        self._from_begin = walk.start == 0
-        self._before = {request.submitted.request_id for request in walk.world.requests.active()}
+        self._world = reader.world
+        self._from_begin = reader.start == 0
+        self._before = {request.submitted.request_id for request in reader.world.requests.active()}
         self._sent: dict[str, list[Sent]] = {}
         self._commands: dict[str, dict[str, int]] = {}
         self._ended: deque[tuple[int, str]] = deque()
-        walk.followed.on_applied = self._on_applied
+        reader.followed.on_applied = self._on_applied
 
     def _on_applied(self, topic: str, event: InputEvent | None, now_us: int, decided: Sequence[AnyDecision]) -> None:
         if isinstance(event, RequestSubmitted):
@@ -233,29 +233,29 @@ async def verify(
     begin = await oldest_state(log, partition)
     report = VerifyReport(start=begin.offset, allowed=sorted(allow))
     hasher = xxh3_64()
-    walk: JournalReader | None = None
+    reader: JournalReader | None = None
     for span in await spans_of(log, partition, begin, end):
-        walk = None
+        reader = None
         if not span.is_own:
             other = OtherSpan(rules=span.rules, first=span.first, end=span.end, release=span.release)
             report.others.append(other)
             continue
-        walk = JournalReader(log, partition, await span.start(log, partition, custom), span.end)
-        await _verify_span(log, partition, walk, report, hasher, progress)
+        reader = JournalReader(log, partition, await span.start(log, partition, custom), span.end)
+        await _verify_span(log, partition, reader, report, hasher, progress)
         if report.divergence is not None:
             break
     report.digest = hex_digest(hasher.intdigest())
-    if walk is not None:
-        await _account_end(log, partition, walk, report)
+    if reader is not None:
+        await _account_end(log, partition, reader, report)
     return report
 
 
 async def _verify_span(
-    log: Log, partition: int, walk: JournalReader, report: VerifyReport, hasher: xxh3_64, progress: OnProgress | None
+    log: Log, partition: int, reader: JournalReader, report: VerifyReport, hasher: xxh3_64, progress: OnProgress | None
 ) -> None:
-    trail = DivergenceTrail(walk)
-    foreign = ForeignProgress(walk)
-    async for step in walk:
+    trail = DivergenceTrail(reader)
+    foreign = ForeignProgress(reader)
+    async for step in reader:
         record = step.record
         is_decision = isinstance(record, AnyDecision)
         report.decisions += is_decision
@@ -270,10 +270,10 @@ async def _verify_span(
         report.claims += isinstance(record, OwnerClaimed)
         report.verified += is_decision
         report.records += 1
-        hasher.update(walk.encoded)
+        hasher.update(reader.encoded)
         if progress is not None and report.records % PROGRESS_EVERY == 0:
-            progress(step.offset + 1, walk.end, report.verified)
-    _account(partition, walk, report)
+            progress(step.offset + 1, reader.end, report.verified)
+    _account(partition, reader, report)
     if foreign.count:
         report.unverified[FOREIGN_PROGRESS] = report.unverified.get(FOREIGN_PROGRESS, 0) + foreign.count
         report.foreign_progress += foreign.first
@@ -301,24 +301,24 @@ async def _check_snapshot(
     return None
 
 
-def _account(partition: int, walk: JournalReader, report: VerifyReport) -> None:
-    report.void += walk.validity.void
-    report.repeated += walk.validity.repeated
-    for name, count in walk.unverified.items():
+def _account(partition: int, reader: JournalReader, report: VerifyReport) -> None:
+    report.void += reader.validity.void
+    report.repeated += reader.validity.repeated
+    for name, count in reader.unverified.items():
         report.unverified[name] = report.unverified.get(name, 0) + count
     for topic in INPUTS:
-        reader = walk.order.readers.get(topic.name)
-        if reader is None:
+        events = reader.order.readers.get(topic.name)
+        if events is None:
             continue
-        report.malformed += reader.malformed
-        if reader.first_unknown is not None and not report.unknown_event:
-            offset, tag = reader.first_unknown
+        report.malformed += events.malformed
+        if events.first_unknown is not None and not report.unknown_event:
+            offset, tag = events.first_unknown
             report.unknown_event = f"{topic.name}/{partition} offset {offset}: {tag}"
-    report.state = hex_digest(walk.world.digest())
+    report.state = hex_digest(reader.world.digest())
 
 
-async def _account_end(log: Log, partition: int, walk: JournalReader, report: VerifyReport) -> None:
+async def _account_end(log: Log, partition: int, reader: JournalReader, report: VerifyReport) -> None:
     """Add what the journal's last owner has not applied or written yet. Raises LogError."""
     for topic in INPUTS:
-        report.unapplied += await log.end(topic.name, partition) - walk.order.offset(topic.name)
-    report.pending = walk.pending
+        report.unapplied += await log.end(topic.name, partition) - reader.order.offset(topic.name)
+    report.pending = reader.pending
