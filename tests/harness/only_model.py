@@ -18,14 +18,13 @@ class OnlyModel(Readiness):
     silent_s = 0.0
 
     def __init__(self, front: Front, model: Model, partition: int | None = 0) -> None:
-        directory, name = Directory(front.log), front.settings.model_name
-        self.owner = RouterHeartbeats(front.log, name, lambda: self.silent_s)
+        log, name = front.log, front.settings.model_name
+        directory = Directory(log)
+        self.owner = RouterHeartbeats(log, name, lambda: self.silent_s)
         self.owner.owner = RouterHeartbeat(group=name, router_id="r", role="owner", ready_aggregated=1)
         super().__init__(self.owner, directory)
         self._placed = partition
-        self.models = ServedModels(
-            front, directory, ModelStore(front.log), Path(), lambda _: None, lambda _: self, model
-        )
+        self.models = ServedModels(front, directory, ModelStore(log), Path(), lambda _: None, lambda _: self, model)
 
     def partition(self) -> int | None:
         return self._placed
