@@ -383,17 +383,20 @@ async def test_an_operator_lets_a_router_continue_from_the_last_snapshot(
     assert await recorded_view(log, 0) == {topic: at for topic, at in cold.world.view.items() if topic != CLOCK}
 
 
-async def test_a_standby_goes_back_to_the_snapshot_that_a_claim_names(log: SqliteLog, ours: Program) -> None:
+@pytest.mark.parametrize(("before", "seals_it"), [("ours", False), ("other", False), ("other", True)])
+async def test_a_standby_goes_back_to_the_snapshot_that_a_claim_names(
+    log: SqliteLog, ours: Program, other: Program, before: str, seals_it: bool
+) -> None:
     async with System(log).started(workers=1) as system:
         await ours.serve(system, "a", seals=True)
         standby = Standby(log, 0, waits_for_seal=True)
         await standby.catch_up(journal_end(log))
         state = standby.world.digest()
-        await ours.serve(system, "b", seals=False)
+        await (ours if before == "ours" else other).serve(system, "b", seals=seals_it)
         await standby.catch_up(journal_end(log))
         assert standby.world.digest() != state
         nonce = system.decisions()[-1].owner_nonce
-        claim = OwnerClaimed(owner_id="o", core_version=CORE_VERSION, snapshot=seals(system)[-1], previous_nonce=nonce)
+        claim = OwnerClaimed(owner_id="o", core_version=CORE_VERSION, snapshot=seals(system)[0], previous_nonce=nonce)
         (epoch,) = await log.append([Draft(DECISIONS.name, 0, encode(DECISIONS, claim))])
         await standby.catch_up(journal_end(log))
         assert (standby.world.digest(), standby.world.owner_epoch) == (state, epoch)

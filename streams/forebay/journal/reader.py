@@ -164,9 +164,10 @@ class JournalReader:
         self.validity, self._first = validity, None
         self.validity.warns = True
         self.position = start.offset
-        self._enter(start.world)
+        self._enter(start.world, start.offset if start.begins_span else -1)
 
-    def _enter(self, world: World) -> None:
+    def _enter(self, world: World, claim_at: int = -1) -> None:
+        self._restored_for = claim_at  # offset of the claim of an owner that continued from this world
         self.state = Reading.DERIVING
         self.left: OtherRules | None = None
         self.start = self.derived = self.position
@@ -250,7 +251,7 @@ class JournalReader:
         is_own = self.validity.rules == CORE_VERSION
         if not isinstance(record, OwnerClaimed):
             return Kind.RECORD if is_own else Kind.FOREIGN_RECORD
-        if record.snapshot >= 0 and offset != self.start:
+        if record.snapshot >= 0 and offset != self._restored_for:
             return Kind.CLAIM_AT_SNAPSHOT if is_own else Kind.FOREIGN_RECORD
         if not is_own:
             return Kind.FOREIGN_CLAIM
@@ -274,12 +275,12 @@ class JournalReader:
         """Load the state from which the owner of the claim at `offset` continued."""
         if self._past < Past.ABANDONED_HISTORY:
             raise HistoryAbandoned(claim, offset)
-        await self._replace(await load_continued(self._log, self._partition, claim, self.world.custom))
+        await self._replace(await load_continued(self._log, self._partition, claim, self.world.custom), offset)
 
-    async def _replace(self, world: World) -> None:
+    async def _replace(self, world: World, claim_at: int = -1) -> None:
         self._skipped[UNKNOWN_EVENTS] += sum(reader.unknown for reader in self.order.readers.values())
         blocked = self.derived
-        self._enter(world)
+        self._enter(world, claim_at)
         await self.on_restored(blocked)
 
     async def _derive(self, offset: int, record: JournalRecord) -> Step:
