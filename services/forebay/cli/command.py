@@ -74,8 +74,7 @@ class TopicsListCommand:
 
     source: Source
     lag: Annotated[
-        bool,
-        Option("--lag", help="Show by how many records each reader on Kafka is behind, and who owns each group."),
+        bool, Option("--lag", help="Show by how many records each reader on Kafka is behind, and who owns each group.")
     ] = False
     json: JsonOption = False
 
@@ -270,8 +269,7 @@ class ModelAliasCommand:
 
     name: Annotated[str, Argument(metavar="ALIAS", help="Name that requests use.")]
     targets: Annotated[
-        list[str] | None,
-        Argument(metavar="MODEL[=WEIGHT]...", help="Models of the requests. Default weight: 1."),
+        list[str] | None, Argument(metavar="MODEL[=WEIGHT]...", help="Models of the requests. Default weight: 1.")
     ] = None
     fallback: Annotated[
         str, Option(metavar="MODEL", help="Model for all requests while no worker of the others is ready.")
@@ -291,8 +289,7 @@ PlaceArgument = Annotated[
 
 
 IdentityOption = Annotated[
-    str,
-    Option(metavar="DIGITS", help="Only blocks of the identity that begins with DIGITS, as `list` prints it."),
+    str, Option(metavar="DIGITS", help="Only blocks of the identity that begins with DIGITS, as `list` prints it.")
 ]
 
 
@@ -355,7 +352,6 @@ class ConfigCommand:
 
     command: Annotated[str, Argument(help="Command, for example up.")]
     options: Annotated[
-        list[str] | None,
-        Argument("[SUBCOMMAND] [OPTIONS]", takes_options=True, help="Its subcommand and its options."),
+        list[str] | None, Argument("[SUBCOMMAND] [OPTIONS]", takes_options=True, help="Its subcommand and its options.")
     ] = None
     json: JsonOption = False

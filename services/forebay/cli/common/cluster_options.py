@@ -15,13 +15,11 @@ if TYPE_CHECKING:
     from forebay.transport.kafka.topics import TopicPlan
 
 KafkaOption = Annotated[
-    str,
-    Option("--kafka", metavar="HOST:PORT", help="Kafka bootstrap servers, as host:port, separated by commas."),
+    str, Option("--kafka", metavar="HOST:PORT", help="Kafka bootstrap servers, as host:port, separated by commas.")
 ]
 NamespaceOption = Annotated[str, Option("--namespace", help="Prefix of Kafka topics and Redis keys.")]
 PropertiesOption = Annotated[
-    Path | None,
-    Option("--kafka-config", help="Properties file with librdkafka settings for SASL and TLS."),
+    Path | None, Option("--kafka-config", help="Properties file with librdkafka settings for SASL and TLS.")
 ]
 MetricsPortOption = Annotated[
     int | None, Option("--metrics-port", min=1, max=65535, help="Serve Prometheus metrics on this port.")

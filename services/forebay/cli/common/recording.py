@@ -27,8 +27,7 @@ class KafkaSource:
     """Options that select Kafka as the source of recorded events, unless `kafka` is None."""
 
     kafka: Annotated[
-        str | None,
-        Option("--kafka", metavar="HOST:PORT", help="Kafka bootstrap server to read from, as host:port."),
+        str | None, Option("--kafka", metavar="HOST:PORT", help="Kafka bootstrap server to read from, as host:port.")
     ] = None
     namespace: NamespaceOption = NAMESPACE
     kafka_config: PropertiesOption = None

@@ -59,8 +59,7 @@ class PlannerStatusCommand:
 
     source: Source
     decision: Annotated[
-        str,
-        Option(metavar="DECISION", help="Explain this decision: its number in the history, its time, or latest."),
+        str, Option(metavar="DECISION", help="Explain this decision: its number in the history, its time, or latest.")
     ] = ""
     history: Annotated[bool, Option("--history", help="Show the newest decisions and their outcome.")] = False
     pool: Annotated[str, Option("--pool", help="With --history: only of this pool, as GROUP/POOL.")] = ""
@@ -91,7 +90,6 @@ class PlannerSetCommand:
     ] = None
     operator: OperatorOption = ""
     timeout_s: Annotated[
-        float,
-        Option(min=0.1, max=86_400, help="Seconds to wait for the effect, after which the command exits 1."),
+        float, Option(min=0.1, max=86_400, help="Seconds to wait for the effect, after which the command exits 1.")
     ] = 60.0
     wait: Annotated[bool, Option("--wait", help="Wait for the effect.")] = True

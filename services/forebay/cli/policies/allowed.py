@@ -19,9 +19,7 @@ PATH_CHARS_MAX = 256  # the maximum length of a router mode in an event
 AllowPolicyOption = Annotated[
     list[str] | None,
     Option(
-        ALLOW_POLICY,
-        metavar="MODULE.CLASS",
-        help="Import and run this policy class if the log names it. Repeatable.",
+        ALLOW_POLICY, metavar="MODULE.CLASS", help="Import and run this policy class if the log names it. Repeatable."
     ),
 ]
 

@@ -50,21 +50,18 @@ class HttpOptions:
         bool, Option("--routing-hints", help="Accept worker, priority, session and policy class from clients.")
     ] = False
     ignore_unknown_fields: Annotated[
-        bool,
-        Option("--ignore-unknown-fields", help="Ignore unknown fields of request bodies. Default: reject them."),
+        bool, Option("--ignore-unknown-fields", help="Ignore unknown fields of request bodies. Default: reject them.")
     ] = False
     admin_api: Annotated[
         bool,
         Option(
-            "--admin-api",
-            help="Serve the admin API: commands, busy thresholds and disaggregation. Requires a token.",
+            "--admin-api", help="Serve the admin API: commands, busy thresholds and disaggregation. Requires a token."
         ),
     ] = False
     admin_token_file: AdminTokenFileOption = None
-    allow_host: Annotated[
-        list[str] | None,
-        Option(help="Additional allowed value of the Host header. Repeatable."),
-    ] = None
+    allow_host: Annotated[list[str] | None, Option(help="Additional allowed value of the Host header. Repeatable.")] = (
+        None
+    )
     tool_call_parser: Annotated[
         str, Option(help="Tool call parser: auto (by chat template), none, or a parser name.")
     ] = "auto"

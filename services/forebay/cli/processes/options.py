@@ -16,19 +16,18 @@ from forebay.simulate.pool_routing_file import read_pool_routing
 ModelOption = Annotated[
     str | None,
     Option(
-        help="Model directory, or ORG/NAME on the Hugging Face Hub. Real engines need weights. Default: a mock model.",
+        help="Model directory, or ORG/NAME on the Hugging Face Hub. Real engines need weights. Default: a mock model."
     ),
 ]
 ModelsOption = Annotated[
     list[str] | None,
     Option(
         help="Model directory, or ORG/NAME on the Hugging Face Hub. Real engines need weights. Repeatable: each model"
-        " has its own workers. Default: a mock model.",
+        " has its own workers. Default: a mock model."
     ),
 ]
 RevisionOption = Annotated[
-    str | None,
-    Option(help="Branch, tag or commit of a model on the Hugging Face Hub. Default: its default branch."),
+    str | None, Option(help="Branch, tag or commit of a model on the Hugging Face Hub. Default: its default branch.")
 ]
 ModelNameOption = Annotated[str, Option(help="Model name in the API. Default: ORG/NAME, or the name of the directory.")]
 LorasOption = Annotated[
@@ -58,8 +57,7 @@ class SnapshotOptions:
 
     snapshot_every: Annotated[int, Option(min=1, help="Take a snapshot after this many journal records.")] = 5_000
     snapshot_age_s: Annotated[
-        int,
-        Option(min=1, max=86_400, help="Take a snapshot after this many seconds, if fewer records were written."),
+        int, Option(min=1, max=86_400, help="Take a snapshot after this many seconds, if fewer records were written.")
     ] = 300
 
 

@@ -76,8 +76,7 @@ class WorkerOptions:
         Option(min=1, max=1024, help="Workers per model. Default: 4 with the mock engine, 1 with a real engine."),
     ] = None
     prefill_workers: Annotated[
-        int | None,
-        Option(min=0, max=1024, help="Number of prefill workers. Requires --decode-workers."),
+        int | None, Option(min=0, max=1024, help="Number of prefill workers. Requires --decode-workers.")
     ] = None
     decode_workers: Annotated[
         int | None, Option(min=1, max=1024, help="Number of decode workers. Requires --prefill-workers.")

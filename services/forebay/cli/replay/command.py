@@ -68,8 +68,7 @@ class DiffCommand:
     other_options: AlternativeOptions
     recording: Recording
     start: Annotated[
-        str,
-        Option("--from", metavar="TIME", help="Compare decisions from this time on; a time as in `replay at`."),
+        str, Option("--from", metavar="TIME", help="Compare decisions from this time on; a time as in `replay at`.")
     ] = ""
     end: Annotated[str, Option("--to", metavar="TIME", help="Compare decisions before this time.")] = ""
     allow: Annotated[list[str] | None, allow_option(DIFF_CHECKS)] = None

@@ -70,10 +70,7 @@ PoliciesOption = Annotated[
     list[str] | None,
     Option("--policy", help="Policy as NAME or NAME:setting=value,…. Repeatable.", default_text=", ".join(POLICIES)),
 ]
-SloOption = Annotated[
-    str | None,
-    Option(help="Objectives per request in ms: one or more of ttft=500,itl=20,e2e=9000."),
-]
+SloOption = Annotated[str | None, Option(help="Objectives per request in ms: one or more of ttft=500,itl=20,e2e=9000.")]
 AttainOption = Annotated[
     float | None,
     Option(min=0.0, max=1.0, help="Required SLO attainment, as a share of requests; exit 1 if it is missed."),
@@ -89,22 +86,18 @@ class FleetOptions:
         int | None, Option(min=1, max=WORKERS_MAX, help="Number of workers.", default_text=str(WORKERS))
     ] = None
     prefill_workers: Annotated[
-        int | None,
-        Option(min=0, max=WORKERS_MAX, help="Number of prefill workers. Requires --decode-workers."),
+        int | None, Option(min=0, max=WORKERS_MAX, help="Number of prefill workers. Requires --decode-workers.")
     ] = None
     decode_workers: Annotated[
-        int | None,
-        Option(min=1, max=WORKERS_MAX, help="Number of decode workers. Requires --prefill-workers."),
+        int | None, Option(min=1, max=WORKERS_MAX, help="Number of decode workers. Requires --prefill-workers.")
     ] = None
     file: Annotated[
-        Path | None,
-        Option("--fleet", help="Fleet file: TOML with pools, kinds of workers, delays and failures."),
+        Path | None, Option("--fleet", help="Fleet file: TOML with pools, kinds of workers, delays and failures.")
     ] = None
     engine_profile: Annotated[
         str | None,
         Option(
-            help="Engine profile with step times and sizes: mocker, or the path of a profile file.",
-            default_text=MOCKER,
+            help="Engine profile with step times and sizes: mocker, or the path of a profile file.", default_text=MOCKER
         ),
     ] = None
     block_size: Annotated[int | None, Option(min=1, max=SIZE_MAX, help="Tokens per KV block.", default_text="64")] = (
@@ -120,8 +113,7 @@ class FleetOptions:
         int | None, Option(min=1, max=SIZE_MAX, help="Tokens per engine step.", default_text="8192")
     ] = None
     delays: Annotated[
-        str | None,
-        Option(help=f"Latencies between the processes: {', '.join(DELAYS)}.", default_text="none"),
+        str | None, Option(help=f"Latencies between the processes: {', '.join(DELAYS)}.", default_text="none")
     ] = None
     kill: Annotated[
         list[str] | None,
@@ -130,8 +122,7 @@ class FleetOptions:
         ),
     ] = None
     cold_start_s: Annotated[
-        float | None,
-        Option(min=0, max=TIME_S_MAX, help="Seconds from a worker's start until ready.", default_text="0"),
+        float | None, Option(min=0, max=TIME_S_MAX, help="Seconds from a worker's start until ready.", default_text="0")
     ] = None
     lease_ttl_s: Annotated[
         float | None,
@@ -161,8 +152,7 @@ class FleetOptions:
         ),
     ] = None
     kv_transfer_latency_us: Annotated[
-        int | None,
-        Option(min=0, max=TIME_US_MAX, help="Latency of a KV transfer in microseconds.", default_text="0"),
+        int | None, Option(min=0, max=TIME_US_MAX, help="Latency of a KV transfer in microseconds.", default_text="0")
     ] = None
     kv_tier: Annotated[
         list[str] | None,
@@ -201,12 +191,10 @@ class AgainstOptions:
     """Options of `forebay simulate` that compare a simulation with a recording."""
 
     against: Annotated[
-        Path | None,
-        Option(help="Simulate this recording with its own fleet and requests, and report the error."),
+        Path | None, Option(help="Simulate this recording with its own fleet and requests, and report the error.")
     ] = None
     speedup: Annotated[
-        float,
-        Option(min=1e-6, max=1e6, help="With --against: `forebay up --speedup` of the recorded mock engines."),
+        float, Option(min=1e-6, max=1e6, help="With --against: `forebay up --speedup` of the recorded mock engines.")
     ] = 1.0
     fail_above: Annotated[
         str | None,

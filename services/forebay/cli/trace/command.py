@@ -22,8 +22,7 @@ class TraceCommand:
 
     workload: Annotated[str, Argument(help="A file, or synthetic:SETTINGS. See docs/workloads.md.")]
     speed: Annotated[
-        float,
-        Option(min=0.001, max=1e6, help="Divide the times between arrivals by this number. Think times stay."),
+        float, Option(min=0.001, max=1e6, help="Divide the times between arrivals by this number. Think times stay.")
     ] = 1.0
     url: Annotated[
         list[str] | None,
