@@ -34,7 +34,7 @@ from forebay.processes.notices import announce, complain
 from forebay.processes.service import Cluster, connected, leases_at, until_signal
 from forebay.processes.shutdown import stop_notice
 from forebay.runtime.errors import ConfigError, cause_of, prefixed
-from forebay.transport.base import LeaseError, Leases, Log
+from forebay.transport.base import LeaseError, Log
 from forebay.transport.directory import Directory
 from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics
 from forebay.transport.models import stored_card
@@ -396,10 +396,21 @@ async def join_group(cluster: Cluster, log: Log, spec: WorkerSpec) -> int:
     counts = await count_topics(cluster.kafka)
     if spec.pool not in counts.pools:
         await create_topics(cluster.kafka, TopicPlan(slots=max(counts.pools.values())), [spec.pool])
+    leases, is_first_error = leases_at(cluster.redis_url, cluster.kafka.namespace), True
     directory = Directory(log)
     await directory.start()
     try:
-        return await _partition_of(directory, leases_at(cluster.redis_url, cluster.kafka.namespace), spec.model)
+        while (partition := directory.partition_of(spec.model)) is None:
+            try:
+                await runtime.offload(leases.announce, spec.model, ANNOUNCEMENT_TTL_MS)
+            except LeaseError as error:
+                if is_first_error:
+                    logger.warning("cannot announce the group %s, will retry: %s", spec.model, error)
+                is_first_error = False
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ANNOUNCEMENT_TTL_MS / 3000):
+                    await directory.placed(spec.model)
+        return partition
     finally:
         directory.close()
 
@@ -413,19 +424,3 @@ async def warn_if_not_admitted(probes: Probes, name: str, *, check_s: float = CH
         checks = checks + 1 if is_waiting else 0
     why = "either no router is running, or the router rejected the worker and logged the reason"
     complain(f"worker {name} is not admitted and keeps trying: {why}")
-
-
-async def _partition_of(directory: Directory, leases: Leases, group: str) -> int:
-    """Announce the group until a router has assigned a partition to it, and return the partition."""
-    is_first_error = True
-    while (partition := directory.partition_of(group)) is None:
-        try:
-            await asyncio.to_thread(leases.announce, group, ANNOUNCEMENT_TTL_MS)
-        except LeaseError as error:
-            if is_first_error:
-                logger.warning("cannot announce the group %s, will retry: %s", group, error)
-            is_first_error = False
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ANNOUNCEMENT_TTL_MS / 3000):
-                await directory.placed(group)
-    return partition
