@@ -11,7 +11,7 @@ from forebay.core.dispatch import DRAIN_MAX
 from forebay.core.phases import Phase
 from forebay.core.state.queue import OFFERS_PER_LINE_MAX
 from forebay.core.world import World
-from forebay.events.control import BusyThresholds, BusyThresholdsSet, DisaggConfig, QueueClass, QueueConfig
+from forebay.events.control import DisaggConfig, QueueClass, QueueConfig
 from forebay.events.decisions import (
     CacheResyncRequested,
     RequestAborted,
@@ -178,13 +178,6 @@ def test_one_event_lets_a_bounded_number_go_and_their_progress_the_rest() -> Non
     assert len(first_token(drive, running)) == DRAIN_MAX
     assert len(first_token(drive, made[0])) == 1
     assert drive.world.queues.waiting("default") == 0
-
-
-def test_thresholds_of_a_model_that_nobody_serves_are_counted() -> None:
-    drive = Driver().fleet("a")
-    for model in ("m", "another"):
-        drive("control", BusyThresholdsSet(model=model, thresholds=BusyThresholds(active_prefill_tokens_threshold=1)))
-    assert drive.world.counts["unknown_model"] == 1
 
 
 def test_another_configuration_lets_stranded_requests_go() -> None:

@@ -35,8 +35,11 @@ from forebay.core.world import World
 from forebay.events.control import (
     BusyThresholds,
     BusyThresholdsSet,
+    DisaggConfig,
+    DisaggregationSet,
     PolicySet,
     PoolConfigured,
+    PoolSetting,
     QueueConfig,
     RouterConfig,
     RouterMode,
@@ -263,6 +266,9 @@ def test_every_built_in_policy_is_a_router_mode() -> None:
     assert set(BUILT_IN) == set(get_args(RouterMode))
 
 
+ONE_TOKEN = BusyThresholds(active_prefill_tokens_threshold=1)
+
+
 def policy(mode: str, name: str = "default", model: str = "m") -> PolicySet:
     return PolicySet(model=model, pool=name, mode=mode)
 
@@ -312,20 +318,16 @@ def test_the_configured_policy_leaves_nothing_in_the_state() -> None:
         (policy("random", "gone"), "unknown_pool"),
         (policy("random", model="n"), "unknown_pool"),
         (policy("mine.Policy"), "policy_not_allowed"),
+        (BusyThresholdsSet(model="n", thresholds=ONE_TOKEN), "unknown_model"),
+        (DisaggregationSet(model="n", disagg=DisaggConfig(policy="never")), "unknown_model"),
     ],
     ids=str,
 )
-def test_a_policy_that_cannot_apply_is_counted(event: PolicySet, count: str) -> None:
+def test_a_setting_that_cannot_apply_is_counted(event: PoolSetting, count: str) -> None:
     drive = Driver().fleet("a")
-    before = dict(drive.world.pools)
+    before = drive.world.settings.snapshot()
     assert drive("control", event) == []
-    assert (drive.world.counts[count], drive.world.pools, drive.world.settings.modes) == (1, before, {})
-
-
-def test_a_custom_policy_that_the_owner_may_run_applies() -> None:
-    drive = Driver(custom={"mine.Policy": BUILT_IN["round-robin"]}).fleet("a")
-    drive("control", policy("mine.Policy"))
-    assert routed(drive, "r").mode == "mine.Policy"
+    assert (drive.world.counts[count], drive.world.settings.snapshot()) == (1, before)
 
 
 @pytest.mark.parametrize(
@@ -359,6 +361,7 @@ def test_a_policy_routes_requests_that_could_not_be_routed() -> None:
 )
 def test_rules_without_an_operator_keep_their_digests(event: PoolRule, fields: tuple[Any, ...]) -> None:
     settings, named = PoolSettings(), PoolSettings()
+    assert settings.digest_of_rules() == 0
     settings.apply(event)
     assert settings.digest_of_rules() == digest_of(fields)
     named.apply(msgspec.structs.replace(event, operator="alice"))
@@ -368,7 +371,6 @@ def test_rules_without_an_operator_keep_their_digests(event: PoolRule, fields: t
 # Counterfactual selections in the recorded state
 
 
-ONE_TOKEN = BusyThresholds(active_prefill_tokens_threshold=1)
 Seen = tuple[SubmittedRequest, Counterfactual]
 
 

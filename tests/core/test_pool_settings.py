@@ -11,55 +11,23 @@ from forebay.events.base import Part
 from forebay.events.control import (
     BusyThresholds,
     BusyThresholdsSet,
-    DisaggConfig,
-    DisaggregationSet,
     PolicySet,
     PoolConfigured,
-    PoolSetting,
-    Role,
     RouterConfig,
 )
-from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRouting, PoolRoutingConfigured
+from forebay.events.pools import PoolCanarySet, PoolRule
+from tests.core.worlds import OTHER_POLICY, setting
 from tests.depth import sampled
-
-POOLS: list[tuple[str, Role]] = [
-    ("a", "aggregated"),
-    ("b", "aggregated"),
-    ("d", "decode"),
-    ("e", "decode"),
-    ("p", "prefill"),
-]
-OTHER_POLICY = "mine.Policy"
-
-
-def change(chance: random.Random) -> PoolSetting:
-    """Return a random change of settings of one of two models."""
-    model = chance.choice(("m", "n"))
-    name, role = chance.choice(POOLS)
-    pool = f"{name}-{model}"
-    changes: list[PoolSetting] = [
-        PoolConfigured(
-            pool=pool, model=model, block_size=16, role=role, router=RouterConfig(mode=chance.choice(("kv", "random")))
-        ),
-        BusyThresholdsSet(
-            model=model, thresholds=BusyThresholds(active_prefill_tokens_threshold=chance.choice((None, 5, 7)))
-        ),
-        DisaggregationSet(model=model, disagg=DisaggConfig(eff_isl_threshold=chance.randint(1, 3)), operator="ann"),
-        PolicySet(model=model, pool=pool, mode=chance.choice(("kv", "random", "round-robin", OTHER_POLICY))),
-        PoolRoutingConfigured(model=model, routing=PoolRouting(retry=chance.random() < 0.5)),
-        PoolCanarySet(model=model, pool=pool, base=chance.choice(("", "a-m", "b-n")), share=0.25),
-        PoolDrainSet(model=model, pool=pool, drained=chance.random() < 0.7),
-    ]
-    return chance.choice(changes)
 
 
 @pytest.mark.parametrize("seed", sampled(range(200), 60))
 def test_the_events_of_settings_lead_to_the_same_settings(seed: int) -> None:
     chance = random.Random(seed)
     settings, again = PoolSettings(), PoolSettings()
-    changes = [change(chance) for _ in range(chance.randint(1, 60))]
+    changes = [setting(chance) for _ in range(chance.randint(1, 60))]
     for event in changes:
         settings.apply(event)
+        assert not isinstance(event, PoolRule) or event.summary.startswith("Pool")
     for event in settings.events():
         again.apply(event)
     assert again.snapshot() == settings.snapshot()

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.routing.pool_choice import choose, draw_canary, prefer
-from forebay.core.state.pool_settings import PoolSettings
 from forebay.events.control import BusyThresholds, PoolConfigured, QueueConfig
 from forebay.events.decisions import RequestAborted, RequestHeld, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSuspect
@@ -397,16 +396,6 @@ def test_prefill_pools_without_workers_or_of_another_block_size_are_not_used() -
     drive.rules()
     assert drive.ask().prefill.reason == "no_prefill_worker"
     assert Driver().pools("d", role="decode").ask().prefill.reason == "no_prefill_worker"
-
-
-def test_the_digest_of_settings_without_rules_is_zero() -> None:
-    settings = PoolSettings()
-    assert settings.digest_of_rules() == 0
-    settings.apply(PoolDrainSet(model="m", pool="a", drained=True))
-    assert settings.digest_of_rules() > 0
-    settings.apply(PoolDrainSet(model="m", pool="a", drained=False))
-    settings.apply(PoolCanarySet(model="m", pool="a"))
-    assert (settings.digest_of_rules(), settings.has_rules("m")) == (0, False)
 
 
 # Queued requests of a pool that is drained or loses its workers

@@ -1,5 +1,6 @@
 """Worlds for tests: a driver that applies events as an owner does, and histories that are drawn."""
 
+import random
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -25,8 +26,10 @@ from forebay.events.control import (
     DisaggregationSet,
     PolicySet,
     PoolConfigured,
+    PoolSetting,
     QueueClass,
     QueueConfig,
+    Role,
     RouterConfig,
     WorkerCommanded,
 )
@@ -612,3 +615,25 @@ def perform_all(drive: Driver, history: list[tuple[str, Any]], start: int = 0) -
     for number, action in enumerate(history, start):
         perform(drive, number, action)
     return drive
+
+
+ROLES: dict[str, Role] = {"a": "aggregated", "b": "aggregated", "d": "decode", "e": "decode", "p": "prefill"}
+OTHER_POLICY = "mine.Policy"
+
+
+def setting(chance: random.Random) -> PoolSetting:
+    """Return a random change of settings of one of two models."""
+    model, name = chance.choice(("m", "n")), chance.choice(list(ROLES))
+    pool = f"{name}-{model}"
+    router = RouterConfig(mode=chance.choice(("kv", "random")))
+    busy = BusyThresholds(active_prefill_tokens_threshold=chance.choice((None, 5, 7)))
+    changes: list[PoolSetting] = [
+        PoolConfigured(pool=pool, model=model, block_size=16, role=ROLES[name], router=router),
+        BusyThresholdsSet(model=model, thresholds=busy),
+        DisaggregationSet(model=model, disagg=DisaggConfig(eff_isl_threshold=chance.randint(1, 3)), operator="ann"),
+        PolicySet(model=model, pool=pool, mode=chance.choice(("kv", "random", "round-robin", OTHER_POLICY))),
+        PoolRoutingConfigured(model=model, routing=PoolRouting(retry=chance.random() < 0.5)),
+        PoolCanarySet(model=model, pool=pool, base=chance.choice(("", "a-m", "b-n")), share=0.25),
+        PoolDrainSet(model=model, pool=pool, drained=chance.random() < 0.7),
+    ]
+    return chance.choice(changes)

@@ -1,5 +1,6 @@
 """Pools over the admin API: GET and POST of busy thresholds, disaggregation and rules, as events on the log."""
 
+import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.core.block_hashes import sequence_hashes
+from forebay.core.state.pool_settings import PoolSettings
 from forebay.events.base import pack_u32
 from forebay.events.codec import decode, encode
 from forebay.events.control import (
@@ -27,6 +29,7 @@ from forebay.events.topics import CONTROL
 from forebay.ingress.pool_settings import PoolConfigurator
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
+from tests.core.worlds import setting
 from tests.ingress.conftest import ADMIN_TOKEN, NAME, Scene, error, make_scene
 
 BUSY, DISAGG, POOLS = "/busy_threshold", "/disaggregation", "/v1/pools"
@@ -177,42 +180,17 @@ async def test_a_log_that_cannot_be_written_is_a_503_and_is_still_read() -> None
         assert (await scene.client.get(BUSY)).status_code == 503
 
 
-THRESHOLDS = st.builds(
-    BusyThresholds,
-    active_decode_blocks_threshold=st.none() | st.floats(0, 1),
-    active_prefill_tokens_threshold=st.none() | st.integers(0, 9),
-)
-MODELS = st.sampled_from("ab")
-EVENTS = st.one_of(
-    st.builds(BusyThresholdsSet, model=MODELS, thresholds=THRESHOLDS),
-    st.builds(pool, st.sampled_from("pq"), model=MODELS, busy=THRESHOLDS),
-)
-
-
-@given(steps=st.lists(st.tuples(EVENTS, st.booleans()), max_size=12))
-async def test_thresholds_equal_those_of_the_log_at_any_time(steps: list[tuple[ControlEvent, bool]]) -> None:
-    log = SqliteLog.open(None)
+@given(seed=st.integers(0, 999), queries=st.lists(st.booleans(), max_size=12))
+async def test_settings_equal_those_of_the_log_at_any_time(seed: int, queries: list[bool]) -> None:
+    log, chance, expected = SqliteLog.open(None), random.Random(seed), PoolSettings()
     pools = PoolConfigurator(log, lambda: 0, lambda: None)
-    written: list[ControlEvent] = []
-    for event, is_query in steps:
+    for is_query in queries:
+        event = setting(chance)
         log.append_soon([Draft(CONTROL.name, 0, encode(CONTROL, event))])
-        written.append(event)
+        expected.apply(event)
         if is_query:
-            found = (await pools.configured()).values()
-            assert [(one.pool, one.model, one.router.busy) for one in found] == naive(written)
+            assert await pools.configured() == expected.in_effect()
     log.close()
-
-
-def naive(events: list[ControlEvent]) -> list[tuple[str, str, BusyThresholds]]:
-    """Return for each pool the thresholds of the newest record about the pool or its model."""
-    found: dict[str, tuple[str, str, BusyThresholds]] = {}
-    for event in events:
-        if isinstance(event, PoolConfigured):
-            found[event.pool] = event.pool, event.model, event.router.busy
-        elif isinstance(event, BusyThresholdsSet):
-            same = {name: one for name, one in found.items() if one[1] == event.model}
-            found |= {name: (name, model, event.thresholds) for name, model, _ in same.values()}
-    return [found[name] for name in sorted(found)]
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
