@@ -18,7 +18,6 @@ from forebay.events.decisions import SnapshotRecord, SnapshotTaken
 from forebay.events.snapshots import IndexCursor, SnapshotChunk
 from forebay.events.tokens import TokenChunk, TokensEmitted
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, INPUTS, REQUESTS, SNAPSHOTS, TOKENS
-from forebay.journal import snapshots as recorded
 from forebay.journal.groups import groups_of
 from forebay.journal.records import Validity, journal
 from forebay.journal.snapshots import load_snapshot, newest_snapshot
@@ -393,7 +392,7 @@ async def test_nothing_is_deleted_behind_an_invalid_snapshot(path: Path, falsify
 
 
 async def test_damaged_history_does_not_prevent_trimming(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "PAGE_RECORDS", 32)  # page size of the search for the newest snapshot
+    monkeypatch.setattr("forebay.transport.base.PAGE_RECORDS", 32)  # page size of the search for the newest snapshot
     async with owned(path) as (log, owner):
         with closing(sqlite3.connect(path)) as db, db:
             db.execute('UPDATE decisions SET checksum = 5 WHERE "offset" = 3')

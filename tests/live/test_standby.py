@@ -70,9 +70,8 @@ async def test_a_standby_takes_over_warm_with_the_state_of_a_cold_recovery(log: 
                 assert state(standby.followed) == state((await followed(log, standby.position)).followed)
                 assert unconfirmed(standby) == ["a-refused", "b-refused", "c-refused"]
             await until(lambda: standby.position == journal_end(log))
-        world = standby.world
         async with system.owned(standby=standby) as successor:
-            assert successor.world is world
+            assert successor.world is standby.world
             await serve(system, successor, "d")
         (first, *_, last) = system.decisions(RequestRouted)
         assert (last.worker_id, last.terms.device_overlap) == (first.worker_id, 4)
@@ -193,8 +192,7 @@ async def test_versions_continue_from_each_others_seals(log: SqliteLog, ours: Pr
         assert claims(system) == list(zip(versions, [-1, *seals(system)[:3]], strict=True))
         overlaps = [record.terms.device_overlap for record in system.decisions() if hasattr(record, "terms")]
         assert overlaps == [0, 3, 3, 3]
-        last = system.decisions()[-1]
-        assert last.seq == len(system.decisions()) - len(versions) - 1
+        assert system.decisions()[-1].seq == len(system.decisions()) - len(versions) - 1
 
 
 async def test_a_standby_waits_for_the_seal_of_an_owner_with_other_rules(log: SqliteLog, other: Program) -> None:

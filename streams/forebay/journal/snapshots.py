@@ -29,7 +29,7 @@ from forebay.journal.records import (
     journal_records,
     record_at,
 )
-from forebay.transport.base import PAGE_RECORDS, Log, LogError, Record
+from forebay.transport.base import Log, LogError, Record, newest_first
 
 BEGINNING = 0  # as `OwnerClaimed.snapshot`: the empty state, before the first record
 CHUNKS_READ = 8  # snapshot chunks per read, each at most 1 MiB
@@ -51,14 +51,10 @@ async def newest_snapshot(log: Log, partition: int, end: int) -> SnapshotRecord 
 
 async def newest_snapshot_at(log: Log, partition: int, end: int) -> tuple[int, SnapshotRecord] | None:
     """Return the record of `newest_snapshot` with its journal offset."""
-    begin = await log.begin(DECISIONS.name, partition)
-    while end > begin:
-        start = max(begin, end - PAGE_RECORDS)
-        page = [(record.offset, decode_journal(record)) async for record in journal_records(log, partition, start, end)]
-        for offset, record in reversed(page):
-            if isinstance(record, SnapshotRecord) and await _is_current(log, partition, record, offset):
-                return offset, record
-        end = start
+    async for record in newest_first(log, DECISIONS, partition, end):
+        taken = decode_journal(record)
+        if isinstance(taken, SnapshotRecord) and await _is_current(log, partition, taken, record.offset):
+            return record.offset, taken
     return None
 
 

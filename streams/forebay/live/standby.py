@@ -299,7 +299,7 @@ class Standby(JournalReader):
             self.validity = Validity(nonce=None, seq=None) if self.position else Validity()
         self._has_begun = True
         self.stop(reason)
-        self._forget_world(self.world.owner_policies)
+        self._forget_world()
 
     async def _begin(self, end: int) -> None:
         taken = await newest_snapshot(self._log, self._partition, end)
@@ -315,10 +315,10 @@ class Standby(JournalReader):
                 self.begin_at(Start(world, taken.journal_offset), validity)
                 await self._remember_unconfirmed()
             else:
-                claim = await claim_at(self._log, self._partition, taken.owner_epoch)
+                self.claim = await claim_at(self._log, self._partition, taken.owner_epoch)
                 self.begin_at(Start(World(self._custom), taken.journal_offset), validity)
-                self.state, self.claim = Reading.FOREIGN, claim
-                self._forget_world(() if claim is None else claim.policies)
+                self.state = Reading.FOREIGN
+                self._forget_world()
         self.validity.warns = True
         if end - self.position > PROGRESS_EVERY:
             logger.info("following the journal from offset %d to %d", self.position, end)
@@ -352,7 +352,7 @@ class Standby(JournalReader):
         step = await self.read(record)
         if self._waits_for_seal and self.state is not Reading.DERIVING:
             if step is not None or self.world.owner_epoch != self.validity.epoch:
-                self._forget_world(() if self.claim is None else self.claim.policies)
+                self._forget_world()
         elif step is not None:
             if step.divergence is not None:
                 raise RecoveryDiverged(step.divergence)
@@ -364,8 +364,9 @@ class Standby(JournalReader):
         if self.position % PROGRESS_EVERY == 0 and self.position < end:
             logger.info("followed the journal up to offset %d of %d", self.position, end)
 
-    def _forget_world(self, policies: tuple[str, ...]) -> None:
+    def _forget_world(self) -> None:
         """Replace the world by one that only has the owner, because its records are not derived."""
+        policies = self.world.owner_policies if self.claim is None else self.claim.policies
         world = World(self._custom)
         claim_group(world, self.validity.epoch, policies)
         self.followed = Rederivation(world)  # frees the state

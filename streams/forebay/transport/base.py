@@ -189,6 +189,16 @@ def event_of(topic: Topic, record: Record) -> Any:
     return decode(topic, record.value)
 
 
+async def newest_first(log: Log, topic: Topic, partition: int, end: int) -> AsyncIterator[Record]:
+    """Yield the records of a topic before offset `end`, newest first."""
+    begin = await log.begin(topic.name, partition)
+    while end > begin:
+        start = max(begin, end - PAGE_RECORDS)
+        for record in reversed([record async for record in records_of(log, topic, partition, start, end)]):
+            yield record
+        end = start
+
+
 async def records_of(log: Log, topic: Topic, partition: int, start: int, end: int) -> AsyncIterator[Record]:
     """Yield the records in [start, end) of a topic."""
     while start < end:

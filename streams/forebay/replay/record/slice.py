@@ -14,10 +14,10 @@ from typing import NamedTuple
 from forebay.core.step import AnyDecision
 from forebay.events.decisions import OwnerClaimed, SnapshotRecord
 from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SCALING, SNAPSHOTS
-from forebay.journal.records import decode_journal, journal_records
+from forebay.journal.records import decode_journal
 from forebay.journal.snapshots import chunks_end, newest_snapshot
 from forebay.journal.start import EMPTY_STATE, StoredState, begins_of, oldest_usable, recorded_views, usable_state
-from forebay.transport.base import PAGE_RECORDS, Log, LogError, Record
+from forebay.transport.base import PAGE_RECORDS, Log, LogError, Record, newest_first
 from forebay.transport.directory import PARTITION
 from forebay.transport.sqlite.recording import Contents, Extent, RecordedGroup, utc
 from forebay.transport.sqlite.recording_writer import RecordingWriter
@@ -178,18 +178,10 @@ async def offset_at(log: Log, partition: int, at_us: int, *, before: bool = Fals
 
 async def newest_us(log: Log, partition: int) -> int | None:
     """Return when the newest decision was appended, in microseconds since 1970. None if the journal has no decision."""
-    begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
-    while end > begin:
-        start = max(begin, end - PAGE_RECORDS)
-        times = [one.at_us async for one in journal_records(log, partition, start, end) if _is_decision(one)]
-        if times:
-            return times[-1]
-        end = start
+    async for record in newest_first(log, DECISIONS, partition, await log.end(DECISIONS.name, partition)):
+        if isinstance(decode_journal(record), AnyDecision):
+            return record.at_us
     return None
-
-
-def _is_decision(record: Record) -> bool:
-    return isinstance(decode_journal(record), AnyDecision)
 
 
 async def _at_us(log: Log, partition: int, offset: int, topic: str = DECISIONS.name) -> int:
