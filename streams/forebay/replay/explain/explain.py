@@ -18,7 +18,7 @@ from forebay.events.requests import RequestCancelled, RouteQueried
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS, REQUESTS, Topic
 from forebay.journal.reader import JournalReader, Past
 from forebay.journal.records import OtherRules, decode_or_none
-from forebay.journal.start import Start, oldest
+from forebay.journal.start import Start, oldest_state
 from forebay.replay.explain.explanation import Explanation, SubmissionEvent, TimelineEntry
 from forebay.replay.explain.find import (
     Mentions,
@@ -77,7 +77,7 @@ async def explain(
         first = next((offset for offset in mentions.submissions if offset <= first), first)
     end = await log.end(DECISIONS.name, partition)
     try:
-        start = await _start(log, partition, found, first, states or States(log, partition, custom), custom)
+        start = await _start(log, partition, found, first, states or States(log, partition, custom))
         timeline = Timeline(found.request_id, start.world)
         reader = JournalReader(log, partition, start, end, Past.ABANDONED_HISTORY)
         divergence = await _derive(reader, timeline, found.last, progress, with_changes=with_changes)
@@ -138,9 +138,7 @@ def _trail_of(reader: JournalReader, timeline: Timeline, *, with_changes: bool) 
     return trail
 
 
-async def _start(
-    log: Log, partition: int, found: RequestLocation, first: int, states: States, custom: CustomPolicies
-) -> Start:
+async def _start(log: Log, partition: int, found: RequestLocation, first: int, states: States) -> Start:
     """Return the newest state before the request, or the oldest one if the request was already active there.
 
     If an owner with other decision rules decided about the request first, the state is before the last decision. Raises
@@ -152,8 +150,7 @@ async def _start(
         start = await states.before(found.last)
     while start.world.requests.get(found.request_id) is not None:
         try:
-            eldest = await oldest(log, partition, custom)
-            if eldest.offset >= start.offset:
+            if (await oldest_state(log, partition)).offset >= start.offset:
                 break
             start = await states.before(start.offset - 1)
         except OtherRules:
