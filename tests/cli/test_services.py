@@ -339,7 +339,7 @@ HANGS = {
 }
 SERVICE = """
 import asyncio, threading
-from forebay.cli.common.service import run_service
+from forebay.cli.common.errors import run_service
 from forebay.processes.service import until_signal
 
 async def main():

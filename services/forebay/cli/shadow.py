@@ -12,9 +12,8 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from forebay.cli.command import ShadowCommand
-from forebay.cli.common.errors import explained, fail
+from forebay.cli.common.errors import explained, fail, run_service
 from forebay.cli.common.recording import Recording
-from forebay.cli.common.service import run_service
 from forebay.cli.common.terminal import own_stdout
 from forebay.cli.common.unverified import DIVERGED
 from forebay.cli.policies.allowed import allowed_policies

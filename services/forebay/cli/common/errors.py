@@ -1,9 +1,10 @@
 """Errors of commands: a one-line message on stderr, then exit code 2. If an engine failed, the exit code is 1."""
 
+import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -62,3 +63,11 @@ def fail(message: str, code: int = USAGE) -> NoReturn:
     """Print an error and exit with this code. Raises click.exceptions.Exit."""
     complain(message)
     raise click.exceptions.Exit(code)
+
+
+def run_service(main: Coroutine[Any, Any, None]) -> None:
+    """Run the coroutine of a process until it ends. An error ends this program with a one-line message."""
+    import uvloop  # noqa: PLC0415 - --help does not need it
+
+    with explained(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main)

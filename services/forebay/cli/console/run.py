@@ -16,9 +16,8 @@ import click
 import msgspec
 
 from forebay.cli.common.credentials import read_text, require_token
-from forebay.cli.common.errors import explained, fail
+from forebay.cli.common.errors import explained, fail, run_service
 from forebay.cli.common.logs import LoggingOptions
-from forebay.cli.common.service import run_service
 from forebay.cli.common.tables import bar
 from forebay.cli.console.command import ConsoleCommand
 from forebay.cli.policies.allowed import allowed_policies

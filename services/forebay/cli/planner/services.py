@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
-from forebay.cli.common.errors import explained
+from forebay.cli.common.errors import explained, run_service
 from forebay.cli.common.extras import require_extra
-from forebay.cli.common.service import run_service
 from forebay.cli.planner.command import PlannerRunCommand, PlannerSuperviseCommand
 from forebay.cli.planner.planner_file import pool_tables, read_planner_file, read_toml, require_known
 from forebay.events.names import unknown_name

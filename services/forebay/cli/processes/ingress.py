@@ -1,7 +1,6 @@
 """`forebay ingress`."""
 
-from forebay.cli.common.errors import explained, fail
-from forebay.cli.common.service import run_service
+from forebay.cli.common.errors import explained, fail, run_service
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.processes.command import IngressCommand
 from forebay.ingress.model import DEFAULT_MODEL

@@ -1,7 +1,6 @@
 """`forebay router`."""
 
-from forebay.cli.common.errors import explained
-from forebay.cli.common.service import run_service
+from forebay.cli.common.errors import explained, run_service
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.processes.command import RouterCommand
 from forebay.cli.processes.options import pool_routing_by_model

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 import click
 
 from forebay.cli.common.config_file import model_tables
-from forebay.cli.common.errors import explained, fail
-from forebay.cli.common.service import run_service
+from forebay.cli.common.errors import explained, fail, run_service
 from forebay.cli.common.times import size, span_us
 from forebay.cli.console.run import beside
 from forebay.cli.policies.allowed import allowed_policies

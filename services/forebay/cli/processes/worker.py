@@ -2,8 +2,7 @@
 
 from typing import cast
 
-from forebay.cli.common.errors import explained
-from forebay.cli.common.service import run_service
+from forebay.cli.common.errors import explained, run_service
 from forebay.cli.processes.command import WorkerCommand
 from forebay.cli.processes.engine_options import EngineOptions
 from forebay.cli.processes.engines import SIZE_OPTIONS, choose_engine, reached_at, tiered
