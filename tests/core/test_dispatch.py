@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -124,6 +125,7 @@ def test_a_policy_that_fails_in_the_queue_refuses_the_request() -> None:
 def test_a_lost_worker_ends_the_requests_that_are_for_it_alone() -> None:
     """Those that it runs, and those that wait for it."""
     drive = Driver().fleet("a", "b", queue=ONE_STEP)
+    drive("control", msgspec.structs.replace(pool(queue=ONE_STEP), attempts_max=1))
     running = big(drive, "r1", worker_id="a")
     drive.emit(FirstTokenEmitted, running)
     big(drive, "r2", worker_id="a")

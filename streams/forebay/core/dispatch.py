@@ -1,7 +1,6 @@
 """Dispatch requests: plan with the current state (`selection.next_stage`), then book the plan (`booking`)."""
 
 from forebay.core.booking import abort, answer_query, book, enqueue, reject, release_kv
-from forebay.core.phases import Phase
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.plan import Plan, with_choices
 from forebay.core.selection.next_stage import (
@@ -135,19 +134,19 @@ def drain_queues(world: World) -> list[AnyDecision]:
     return decided
 
 
-def reroute(world: World, requests: list[ActiveRequest], cause: str | None = None) -> list[AnyDecision]:
+def reroute(world: World, requests: list[ActiveRequest]) -> list[AnyDecision]:
     """Route accepted requests in the phase `waiting` to their next stage. Return the decisions.
 
     A request without an eligible worker continues to wait. A request that has used up its attempts is aborted. Limits
-    of the queue do not apply again. `cause` is the error of the worker that failed to encode, compute or fetch; None if
-    no worker failed.
+    of the queue do not apply again.
     """
     for request in requests:
         if request.prefilled is not None and not request.has_kept_kv(world.now_us):
             world.requests.expire_prefilled(request)
     decided: list[AnyDecision] = [*release_kv(world)]
     for request in requests:
-        exhausted = find_exhausted_attempts(world, world.pools[request.submitted.pool], request, cause)
+        exhausted = find_exhausted_attempts(world, world.pools[request.submitted.pool], request)
+        request.failure = None
         if exhausted is not None:
             decided.append(abort(world, request, *exhausted))
             continue
@@ -170,11 +169,11 @@ def handle_rejection(world: World, request: ActiveRequest, event: AttemptRejecte
     world.counts["attempts_rejected"] += 1
     world.fleet.reject(event.worker_id, world.now_us, event.retry_after_s)
     pool = world.pools[request.submitted.pool]
-    is_exhausted = find_exhausted_attempts(world, pool, request, event.error) is not None
+    is_exhausted = find_exhausted_attempts(world, pool, request) is not None
     # A prompt that no prefill worker takes can be computed by the decode worker.
     have_others = request.stage == "prefill" or has_candidates(world, pool, request.submitted, request.rejected_by)
     if not is_exhausted and (have_others or choose_other_pool(world, request) is not None):
-        world.replan([request], event.error)
+        world.replan([request])
         return []
     answer = event.error, event.status, event.code, event.retry_after_s
     return [abort(world, request, "worker_refused", *answer)]
@@ -196,7 +195,7 @@ def handle_worker_loss(world: World, worker: FleetWorker) -> list[AnyDecision]:
     for request in world.requests.pinned_to(worker.spec.worker_id):
         message = f"worker {worker.spec.worker_id} was lost, and the request is pinned to it"
         aborted.append(abort(world, request, "pinned_worker_lost", message))
-    world.replan(request for request in stranded if request.phase is Phase.WAITING)
+    world.replan(one for one in stranded if one.submitted.hints.worker_id != worker.spec.worker_id)
     return [*aborted, *release_kv(world)]
 
 

@@ -63,6 +63,7 @@ from forebay.events.progress import (
     RequestFailed,
     RequestFinished,
     RequestProgress,
+    StageEnd,
     TransferFailed,
 )
 from forebay.events.requests import RequestCancelled, RequestEvent, RequestSubmitted, RouteQueried
@@ -142,10 +143,10 @@ def step(world: World, topic: str, event: InputEvent | None, now_us: int) -> lis
 
 def replan(world: World) -> list[AnyDecision]:
     """Make the decisions that the changes since the last event allow: route requests again, and serve the queues."""
-    decided = reroute(world, world.replanning, world.failure) if world.replanning else []
+    decided = reroute(world, world.replanning) if world.replanning else []
     decided += end_commands(world)
     decided += drain_queues(world)
-    world.replanning = world.failure = None
+    world.replanning = None
     return decided
 
 
@@ -227,6 +228,8 @@ def _progress(world: World, event: RequestProgress) -> list[AnyDecision]:
         if is_foreign(world, event):
             world.counts["foreign_progress"] += 1
         return []
+    if isinstance(event, StageEnd):
+        return _end_stage(world, request, event)
     world.replan()
     match event:
         case FirstTokenEmitted():
@@ -245,30 +248,32 @@ def _progress(world: World, event: RequestProgress) -> list[AnyDecision]:
             if request.phase in BEFORE_FIRST_TOKEN:  # a finished response may have no token
                 note = world.note_computed if isinstance(event, RequestFinished) else world.withdraw_routing
                 note(request)
-        case AttemptRejected():
-            world.load.free(event.request_id)
-            world.withdraw_routing(request)
-            return handle_rejection(world, request, event)
-        case EncodeFinished():
-            world.load.free(event.request_id)
-            world.replan([request])
-        case EncodeFailed() | TransferFailed():
-            world.load.free(event.request_id)
-            if isinstance(event, TransferFailed):
-                world.withdraw_routing(request)
-            world.replan([request], event.error)
-        case PrefillFinished():
-            world.load.free(event.request_id)
-            world.note_computed(request)
-            world.replan([request], _descriptor_fault(world, request, event))
-        case PrefillFailed():
-            world.load.free(event.request_id)
-            world.withdraw_routing(request)
-            if event.status < SERVER_ERROR:
-                return [abort(world, request, "prefill_refused", event.error, event.status, event.code)]
-            world.replan([request], event.error)
         case _:
             assert_never(event)
+    return []
+
+
+def _end_stage(world: World, request: ActiveRequest, event: StageEnd) -> list[AnyDecision]:
+    """Replan a request that has left its worker, or abort it."""
+    world.load.free(event.request_id)
+    match event:
+        case AttemptRejected() | PrefillFailed() | TransferFailed():
+            world.withdraw_routing(request)
+            request.failure = event.error
+        case EncodeFailed():
+            request.failure = event.error
+        case PrefillFinished():
+            world.note_computed(request)
+            request.failure = _descriptor_fault(world, request, event)
+        case EncodeFinished():
+            pass
+        case _:
+            assert_never(event)
+    if isinstance(event, AttemptRejected):
+        return handle_rejection(world, request, event)
+    if isinstance(event, PrefillFailed) and event.status < SERVER_ERROR:
+        return [abort(world, request, "prefill_refused", event.error, event.status, event.code)]
+    world.replan([request])
     return []
 
 

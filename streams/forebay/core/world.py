@@ -65,7 +65,6 @@ class World:
         seq: sequence number of the next decision.
         replanning: accepted requests to route again at the end of the current event, before the queues are served; None
             if the event changes no plan. It is always None between two events.
-        failure: error of the worker that failed a request in `replanning`; None if no worker reported an error.
         counts: counters for diagnostics; not part of the state.
         on_plan: called with every plan before it is booked; None for no call. The function may read the world and must
             not change it. Not part of the state.
@@ -96,7 +95,6 @@ class World:
         self.owner_events = EVENTS_VERSION
         self.seq = 0
         self.replanning: list[ActiveRequest] | None = None
-        self.failure: str | None = None
         self.counts: Counter[str] = Counter()
         self.on_plan: Callable[[Plan], None] | None = None
         self.on_loss: Callable[[WorkerLost, FleetWorker], None] | None = None
@@ -113,14 +111,12 @@ class World:
             return
         consumed.append(ConsumedRun(topic=topic, count=count, now_us=now_us))
 
-    def replan(self, requests: Iterable[ActiveRequest] = (), failure: str | None = None) -> None:
+    def replan(self, requests: Iterable[ActiveRequest] = ()) -> None:
         """Serve the queues at the end of the current event, after `requests` in the phase `waiting` have been routed.
 
-        Call this whenever a rank may have got room, or a request a rank. `failure` is the error of the worker that
-        failed to encode, compute or fetch; None if no worker failed.
+        Call this whenever a rank may have got room, or a request a rank.
         """
         self.replanning = [*(self.replanning or ()), *requests]
-        self.failure = failure
 
     def take_consumed(self) -> tuple[ConsumedRun, ...]:
         """Return the runs of events since the last decision, and start a new list."""

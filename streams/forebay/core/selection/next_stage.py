@@ -96,13 +96,10 @@ def plan_retry(world: World, pool: PoolConfigured, request: ActiveRequest) -> Pl
 
 
 def find_exhausted_attempts(
-    world: World, pool: PoolConfigured, request: ActiveRequest, cause: str | None
+    world: World, pool: PoolConfigured, request: ActiveRequest
 ) -> tuple[AbortReason, str] | None:
-    """Return reason and message if a request must be aborted, because it has used up its attempts; otherwise None.
-
-    `cause` is the error of the worker that failed, or None if no worker reported an error.
-    """
-    most = pool.attempts_max
+    """Return reason and message if a request must be aborted, because it has used up its attempts; otherwise None."""
+    most, cause = pool.attempts_max, request.failure
     if request.attempt >= most and cause is None:
         return "attempts_exhausted", f"{request.attempt} workers of the request were lost, the maximum"
     no_remote_prefill = request.prefills >= most and requires_remote_prefill(world, pool, request)

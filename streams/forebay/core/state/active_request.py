@@ -19,6 +19,8 @@ class ActiveRequest:
     Attributes:
         sent: attempt, worker id and worker epoch of each routing since submission or restore. It distinguishes late
             progress events from events of a worker that never had the request. Not part of the state.
+        failure: error of the worker that has just failed to encode, compute or fetch, until the request is routed
+            again; None if no worker failed. Not part of the state.
         term: the request's current contribution to the digest.
     """
 
@@ -45,6 +47,7 @@ class ActiveRequest:
     prefill_pool: str = ""
     rejected_by: tuple[str, ...] = ()
     sent: list[tuple[int, str, int]] = field(default_factory=list)
+    failure: str | None = None
     identity_hash: int = field(init=False)
     term: int = field(init=False, default=0)
 
