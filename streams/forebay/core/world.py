@@ -116,7 +116,9 @@ class World:
 
         Call this whenever a rank may have got room, or a request a rank.
         """
-        self.replanning = [*(self.replanning or ()), *requests]
+        if self.replanning is None:
+            self.replanning = []
+        self.replanning += requests
 
     def take_consumed(self) -> tuple[ConsumedRun, ...]:
         """Return the runs of events since the last decision, and start a new list."""

@@ -120,7 +120,10 @@ class PoolSettings:
         return self.disagg.get(pool.pool, pool.router.disagg)
 
     def has_rules(self, model: str) -> bool:
-        return model in self._routing or any(name == model for name, _ in (*self._canaries, *self._drains))
+        if model in self._routing:
+            return True
+        changed = self._canaries or self._drains  # usually empty, and every request asks
+        return bool(changed) and any(name == model for name, _ in (*self._canaries, *self._drains))
 
     def routing_of(self, model: str) -> PoolRouting:
         """Return the grids of a model and whether its failed requests are retried in faster pools."""
