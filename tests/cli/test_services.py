@@ -18,10 +18,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import click
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
+from forebay.cli.common.errors import run_service
 from forebay.cli.common.logs import (
     KINDS_MAX,
     START_S,
@@ -32,7 +34,10 @@ from forebay.cli.common.logs import (
     StartFilter,
 )
 from forebay.processes.metrics_server import metrics_served, process_registry
+from forebay.processes.service import until_signal
 from forebay.runtime.errors import ConfigError
+from forebay.transport.base import LogError, NotDerivable
+from forebay.workers.engine import EngineError
 from tests.cli.up import PATIENCE_S, Up, running
 from tests.harness.local import free_ports
 
@@ -401,6 +406,16 @@ def signalled_again(*arguments):
 
 service.end_within = signalled_again
 """
+
+
+@pytest.mark.parametrize(("error", "code"), [(LogError, 2), (NotDerivable, 3), (EngineError, 1)])
+def test_an_error_within_task_groups_ends_a_process_with_its_own_code(error: type[Exception], code: int) -> None:
+    async def part() -> None:
+        raise ExceptionGroup("outer", [ExceptionGroup("inner", [error("why")])])
+
+    with pytest.raises(click.exceptions.Exit) as ended:
+        run_service(until_signal(part()))
+    assert ended.value.exit_code == code
 
 
 @pytest.mark.slow

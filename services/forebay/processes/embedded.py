@@ -39,7 +39,6 @@ from forebay.processes.metrics_server import process_registry
 from forebay.processes.notices import announce
 from forebay.processes.service import until_signal
 from forebay.processes.shutdown import stop_notice
-from forebay.runtime.errors import cause_of
 from forebay.transport.directory import Directory
 from forebay.transport.models import ModelStore
 from forebay.transport.redis.leases import embedded_leases
@@ -89,14 +88,14 @@ class Tasks:
 
 @asynccontextmanager
 async def running_tasks() -> AsyncIterator[Tasks]:
-    """Yield the tasks of a system, and stop them after the body. If a task fails, end the body and raise its error."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = Tasks(group)
-            yield tasks
-            await tasks.stop()
-    except BaseExceptionGroup as errors:
-        raise cause_of(errors) from None
+    """Yield the tasks of a system, and stop them after the body. If a task fails, end the body.
+
+    Raises an error of a task or of the body in a group.
+    """
+    async with asyncio.TaskGroup() as group:
+        tasks = Tasks(group)
+        yield tasks
+        await tasks.stop()
 
 
 @dataclass(frozen=True, slots=True)

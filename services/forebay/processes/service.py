@@ -23,7 +23,7 @@ from forebay.processes.shutdown import (
     ending_within,
     on_second_signal,
 )
-from forebay.runtime.errors import prefixed
+from forebay.runtime.errors import cause_of, prefixed
 from forebay.transport.base import LogError
 from forebay.transport.kafka.log import FLUSH_S, KafkaLog, KafkaMetrics
 from forebay.transport.kafka.settings import KafkaSettings
@@ -90,7 +90,7 @@ async def until_signal(
     stop_s: float = STOP_S,
     hurry: Callable[[], object] | None = None,
 ) -> None:
-    """Run tasks until SIGINT or SIGTERM, or until a task ends. If a task fails, raise its error.
+    """Run tasks until SIGINT or SIGTERM, or until a task ends. If a task fails, raise its error, the first of a group.
 
     The first signal calls `stop`, to stop the service in order, and cancels the tasks after `stop_s`; without `stop`,
     at once. A second signal cancels the tasks, or calls `hurry`, so that they end sooner. The process ends within
@@ -127,5 +127,5 @@ async def _first(tasks: "Sequence[asyncio.Future[None]]", waiting: "asyncio.Task
     """Wait for a signal or for the end of one task. Raises the error of that task."""
     await asyncio.wait([*tasks, waiting], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
-        if task.done() and not task.cancelled():
-            task.result()
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            raise cause_of(error)

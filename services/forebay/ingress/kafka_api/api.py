@@ -14,6 +14,7 @@ from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
 from forebay.ingress.kafka_api.partition import PartitionServer
 from forebay.ingress.kafka_api.shared import KafkaApiMetrics, SharedState
 from forebay.ingress.served_models import ServedModels
+from forebay.runtime.errors import cause_of
 from forebay.transport.base import LogUnavailable
 from forebay.transport.kafka.group import KafkaGroup
 from forebay.transport.kafka.log import KafkaLog
@@ -65,7 +66,7 @@ class KafkaApi:
                 tasks.create_task(self._commit(), name="Kafka API commits")
                 await self._shared.failure
         except BaseExceptionGroup as error:
-            raise _first(error) from None
+            raise cause_of(error) from None
         finally:
             self._tasks = None
             await self._leave()
@@ -125,10 +126,3 @@ class KafkaApi:
         await self._replies.stop()
         await self._group.commit_last({number: server.progress() for number, server in servers.items()})
         await self._group.stop()
-
-
-def _first(error: BaseException) -> BaseException:
-    """Return the exception that failed first; the other tasks were cancelled because of it."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
