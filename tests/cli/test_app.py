@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -65,6 +66,19 @@ def test_help_imports_no_client_and_no_server() -> None:
     assert ran.returncode == 0, ran.stderr
     assert HEAVY & set(ran.stderr.split()) == set()
     assert ran.stdout.count("Usage: ") == 1 + len(list(commands()))
+
+
+REQUIRED = {path: needed for path, command in commands() if (needed := [one for one in command.params if one.required])}
+
+
+@pytest.mark.parametrize("path", REQUIRED, ids=" ".join)
+def test_a_command_without_a_required_value_names_it(path: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "commands", {})  # `config` makes the parameters of the commands that it has seen optional
+    for missing in REQUIRED[path]:
+        others = [[one.opts[-1]] * isinstance(one, click.Option) + ["1"] for one in REQUIRED[path] if one != missing]
+        ran = forebay(*path, *(word for words in others for word in words))
+        assert ran.returncode == 2, ran.stderr
+        assert f"Error: Missing {missing.param_type_name} " in ran.stderr
 
 
 @pytest.mark.parametrize(

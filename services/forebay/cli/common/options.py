@@ -193,7 +193,7 @@ def _argument(name: str, kind: Any, declaration: Argument, default: Any, *, requ
         help_text=declaration.help,
         metavar=declaration.metavar or None,
         required=required,
-        default=None if required or is_list else default,
+        **_default(None if is_list else default, required=required),
         nargs=-1 if is_list else 1,
         type=click.UNPROCESSED if declaration.takes_options else _type(inner, None, None),
     )
@@ -210,13 +210,18 @@ def _option(name: str, kind: Any, declaration: Option, default: Any, panel: str,
         has_variable=declaration.has_variable,
         help=declaration.help,
         required=required,
-        default=default,
+        **_default(default, required=required),
         show_default=declaration.default_text or default not in (False, ""),
         multiple=is_list,
         is_flag=is_flag,
         type=click.BOOL if is_flag else _type(inner, declaration.min, declaration.max),
         metavar=None if is_flag else declaration.metavar or _metavar(flag, inner),
     )
+
+
+def _default(default: Any, *, required: bool) -> dict[str, Any]:
+    """Return the setting `default` for click. With one, even None, click never misses a required value."""
+    return {} if required else {"default": default}
 
 
 def _inner(kind: Any) -> tuple[Any, bool]:
