@@ -118,11 +118,10 @@ coverage: $(READY) ## check that events, core, engine_model and kv_tiers have 10
 bench: $(READY) ## run a benchmark and print its results; names in ARGS="..."
 	@$(BIN)/python -m tests.benchmarks $(ARGS)
 
-schemas: $(READY) ## regenerate the schema registry, docs/events.md and the console's types, add missing wire samples
+schemas: $(READY) ## regenerate the schema registry and docs/events.md, add missing wire samples
 	@$(BIN)/python -m tests.harness.schemas
 	@$(BIN)/python -m tests.harness.samples
-	@$(BIN)/python -m tests.harness.console_types
-	@git status --short -- schemas docs/events.md tests/events/samples tests/console/types
+	@git status --short -- schemas docs/events.md tests/events/samples
 
 golden: $(READY) ## rewrite the recordings of tests/logs after a rule change; names in ARGS="..."
 	@$(BIN)/python -m tests.logs.record $(ARGS)
