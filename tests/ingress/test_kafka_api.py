@@ -343,6 +343,20 @@ async def test_an_error_of_a_parser_ends_the_response(
         assert (rejected["offset"], rejected["status"], rejected["error"]) == (1, 404, "model_not_found")
 
 
+async def test_a_record_does_not_wait_for_adapters_that_cannot_be_listed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def names() -> tuple[str, ...]:
+        raise ApiError(503, "log_unavailable", "the log did not respond")
+
+    monkeypatch.setattr(scene.group.adapters, "names", names)
+    fake = FakeKafka(scene, monkeypatch)
+    async with fake.serving() as serving:
+        await fake.start_request({**BODY, "model": "unknown"})
+        await until(lambda: fake.responses or serving.done())
+        assert fake.responses[0].headers["status"] == "503"
+
+
 async def test_the_request_id_of_the_client_stands_for_all_choices(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,12 +111,8 @@ async def test_a_query_has_the_fields_of_the_request() -> None:
         scene.send(route_response(query, choice=None, would_wait=True))
         reply = (await pending).json()
         assert (reply["worker_id"], reply["would_wait"], reply["model"]) == (None, True, "sql")
-        assert (client_id_of(query.request_id), query.model, query.lora_name, query.reply_slot) == (
-            "q1",
-            NAME,
-            "sql",
-            4,
-        )
+        assert (query.model, query.lora_name, query.reply_slot) == (NAME, "sql", 4)
+        assert client_id_of(query.request_id) == "q1"
         assert (query.routing.worker_id, query.routing.session_id, query.prompt_tokens) == ("w1", "s", 9)
         hashes = sequence_hashes(pack_u32(range(9)), 4, hash_seed("sql", "t"))
         assert (query.sequence_hashes, len(unpack_u64(hashes))) == (hashes, 2)
@@ -130,8 +126,9 @@ async def test_a_rejection_of_the_router_is_an_http_error(scene: Scene) -> None:
     response = await pending
     assert error(response) == (503, "busy")
     assert response.headers["retry-after"] == "1"
+    assert error(await scene.client.post(ROUTE, json={"model": "no", "prompt": "a"})) == (404, "model_not_found")
     labels = f'endpoint="route",model="{NAME}",request_type="unary",status="error"'
-    assert scene.metric(f"dynamo_frontend_requests_total{{{labels}}} 1.0")
+    assert scene.metric(f"dynamo_frontend_requests_total{{{labels}}} 2.0"), "an unknown adapter is counted, too"
 
 
 async def test_a_query_without_a_response_times_out() -> None:

@@ -391,7 +391,7 @@ async def test_routes_about_a_model_work_without_its_card(scene: Scene) -> None:
 async def test_an_alias_names_a_model_and_can_be_moved(scene: Scene) -> None:
     await scene.serve_all("one", "two")
     await scene.alias("prod", "one")
-    assert await scene.models.find("prod", "r") == (await scene.find("one"), "")
+    assert await scene.models.find("prod", "r") == (await scene.find("one"), "one")
     cards = {card["id"]: card.get("root") for card in await scene.models.cards()}
     assert cards == {"one": None, "two": None, "prod": "one"}
     await scene.alias("prod", "two")

@@ -29,7 +29,7 @@ class LoadedModel:
         self._preparer = Preparer(model, self.parsers, settings)
 
     async def prepare(
-        self, body: AnyBody, headers: Iterable[tuple[str, str]], lora_name: str = "", *, is_patient: bool = False
+        self, body: AnyBody, headers: Iterable[tuple[str, str]], name: str = "", *, is_patient: bool = False
     ) -> list[PreparedRequest]:
         """Turn a body into requests for the log: tokenize its prompts or inputs, and fetch their media.
 
@@ -37,12 +37,13 @@ class LoadedModel:
 
         Args:
             headers: HTTP headers, or headers of the Kafka record.
-            lora_name: adapter of the request; empty for the base model.
+            name: name of the model or of its adapter, if it differs from the name in the body.
             is_patient: whether to wait if the tokenizer queue is full, instead of raising ApiError 503.
 
         Raises ApiError if the request is invalid or cannot be served.
         """
         steps = self._preparer
+        lora_name = await self.group.adapters.resolve(name or body.model)
         if isinstance(body, EmbeddingBody):
             body.require_dimensions(self.model)
         routing = steps.routing(body.nvext, self._routing_headers(headers))
@@ -65,11 +66,13 @@ class LoadedModel:
             prepared += steps.choices(body, steps.complete(body, prompt, refs, fetched, target))
         return prepared
 
-    async def tokenize(self, body: ChatBody | TextBody) -> list[int]:
-        """Return the token ids of a chat, or of the only prompt of a text completion.
+    async def tokenize(self, body: ChatBody | TextBody, name: str) -> list[int]:
+        """Return the token ids of a chat, or of the only prompt of a text completion, for a model or adapter.
 
-        Raises ApiError if the body is invalid, too long for the context, or has images or videos.
+        Raises ApiError if the name is unknown, or the body is invalid, too long for the context, or has images or
+        videos.
         """
+        await self.group.adapters.resolve(name)
         if refs := self._preparer.media_refs(body):
             text = "images and videos cannot be tokenized; leave them out"
             raise invalid(text, "messages", "unsupported_parameter")

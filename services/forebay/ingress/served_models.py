@@ -81,10 +81,10 @@ class ServedModel:
 
 
 class RequestedModel(NamedTuple):
-    """The model of a request, and the adapter that it names; the adapter is empty for the base model."""
+    """The model of a request, with the name of the model or of its adapter after aliases were resolved."""
 
     loaded: LoadedModel
-    lora_name: str
+    name: str
 
 
 class ServedModels:
@@ -186,6 +186,8 @@ class ServedModels:
     async def find(self, name: str, request_id: str) -> RequestedModel:
         """Return the model that a request names, also by an adapter or an alias; the id selects one model of an alias.
 
+        Every request is for the only model; `LoadedModel` checks that it names the model or an adapter.
+
         Raises ApiError: 404 for an unknown name, 503 if the model cannot be served now.
         """
         entry = self._only
@@ -200,7 +202,7 @@ class ServedModels:
         loaded = await self._load(entry)
         if entry is not self._only:  # whose owner was required before the body of the request was read
             entry.group.require_owner()
-        return RequestedModel(loaded, await entry.group.adapters.resolve(name))
+        return RequestedModel(loaded, name)
 
     async def only(self, name: str) -> RequestedModel:
         """Return the model of this name. An empty name means the only model. Raises ApiError as `find`."""

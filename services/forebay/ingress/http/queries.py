@@ -73,10 +73,10 @@ async def respond_to_query(request: Request, models: ServedModels, body: ChatBod
     if isinstance(body, TextBody) and len(body.prompts) > 1:
         raise invalid("a route query has one prompt; send one query per prompt", "prompt", "unsupported_parameter")
     request_id = request_id_of(request, "route-")
-    model, lora_name = await models.find(body.model, request_id)
+    model, name = await models.find(body.model, request_id)
     status = "error"
     try:
-        prepared, *_ = await model.prepare(body, request.headers.items(), lora_name)
+        prepared, *_ = await model.prepare(body, request.headers.items(), name)
         result = await model.group.query(request_id, prepared)
         status = "success"
     finally:
@@ -203,9 +203,9 @@ def add_tokenization(app: FastAPI, models: ServedModels) -> None:
                 body = front.parse(TokenizeChatBody, raw)
             else:
                 body = front.parse(TokenizeTextBody, raw)
-            loaded, _ = await models.only(body.model)
+            loaded, name = await models.only(body.model)
             model = loaded.model
-            token_ids = await loaded.tokenize(body)
+            token_ids = await loaded.tokenize(body, name)
         names = [model.tokenizer.id_to_token(one) for one in token_ids] if body.return_token_strs else None
         return {
             "count": len(token_ids),
@@ -221,7 +221,8 @@ def add_tokenization(app: FastAPI, models: ServedModels) -> None:
             raw = await reader.read(request)
             await front.admission.turn()
             body = front.parse(DetokenizeBody, raw)
-            loaded, _ = await models.only(body.model or "")
+            loaded, name = await models.only(body.model or "")
+            await loaded.group.adapters.resolve(name)
             model = loaded.model
             if body.tokens and (highest := max(body.tokens)) >= model.vocabulary_size:
                 text = f"token id {highest} is not in the vocabulary; ids must be below {model.vocabulary_size}"

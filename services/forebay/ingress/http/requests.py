@@ -57,10 +57,10 @@ async def respond(request: Request, models: ServedModels, kind: type[AnyBody]) -
             return await respond_to_query(request, models, body)
         request_id = request_id_of(request, body.id_prefix)
         add_fields(request.scope, request_id=request_id)
-        model, lora_name = await models.find(body.model, request_id)
+        model, name = await models.find(body.model, request_id)
         group = model.group
         group.require_capacity(body.endpoint)
-        prepared = await model.prepare(body, request.headers.items(), lora_name)
+        prepared = await model.prepare(body, request.headers.items(), name)
         add_fields(request.scope, model=body.model)
     fold = model.fold(request_id, body, prepared, created_s=int(runtime.wall_s()))
     if fold.ids != [request_id]:

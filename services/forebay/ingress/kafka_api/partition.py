@@ -252,9 +252,9 @@ class PartitionServer:
         """Open the requests of a record, one per choice or input. Raises ApiError if one is invalid."""
         front, request_id = self._shared.front, kafka_api_request_id(where.request_id)
         body = body_of(record, front.bodies.limits, ignores_unknown=front.settings.ignore_unknown_fields)
-        model, lora_name = await self._shared.find(body.model, request_id)
+        model, named = await self._shared.find(body.model, request_id)
         settings, headers = model.group.settings, (record.headers or {}).items()
-        inputs = await model.prepare(body, headers, lora_name, is_patient=True)
+        inputs = await model.prepare(body, headers, named, is_patient=True)
         fold = model.fold(request_id, body, inputs, created_s=record.at_us // 1_000_000)
         if where.request_id in self._shared.ids:
             text = f"the request id {where.request_id} is already in flight; use another id"
