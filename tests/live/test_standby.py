@@ -70,8 +70,9 @@ async def test_a_standby_takes_over_warm_with_the_state_of_a_cold_recovery(log: 
                 assert state(standby.followed) == state((await followed(log, standby.position)).followed)
                 assert unconfirmed(standby) == ["a-refused", "b-refused", "c-refused"]
             await until(lambda: standby.position == journal_end(log))
+        world = standby.world
         async with system.owned(standby=standby) as successor:
-            assert successor.world is standby.world
+            assert successor.world is world
             await serve(system, successor, "d")
         (first, *_, last) = system.decisions(RequestRouted)
         assert (last.worker_id, last.terms.device_overlap) == (first.worker_id, 4)
@@ -399,6 +400,17 @@ async def test_a_standby_goes_back_to_the_snapshot_that_a_claim_names(
         await standby.catch_up(journal_end(log))
         assert (standby.world.digest(), standby.world.owner_epoch) == (state, epoch)
         assert (await verify(log)).divergence is None
+
+
+async def test_a_standby_that_waits_does_not_load_a_snapshot_for_other_rules(log: SqliteLog, ours: Program) -> None:
+    async with System(log).started(workers=1) as system:
+        await ours.serve(system, "a", seals=False)
+        nonce = system.decisions()[-1].owner_nonce
+    lost = OwnerClaimed(owner_id="o", core_version=OTHER, snapshot=1, previous_nonce=nonce)
+    await log.append([Draft(DECISIONS.name, 0, encode(DECISIONS, lost))])
+    standby = Standby(log, 0, waits_for_seal=True)
+    await standby.catch_up(journal_end(log))
+    assert standby.blocked is not None
 
 
 # Tails fed by Faust yield each record once and in order, whatever Faust skips, repeats or never delivers

@@ -497,3 +497,19 @@ async def test_what_follows_given_up_records_is_derived(
     assert (code, "give --from and --to" in error) == (2 if lost_rules == CORE_VERSION else 3, True)
     routed_us = system.decisions(RequestRouted)[-1].consumed[-1].now_us
     assert (await diff(log, 0, unchanged, span=await span_of(log, 0, routed_us))).identical
+
+
+async def test_a_claim_of_other_rules_after_given_up_records_is_derived(
+    log: SqliteLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = Program(monkeypatch, CORE_VERSION)
+    async with System(log).started(workers=1) as system:
+        await ours.serve(system, "a", seals=True)
+        sealed = log.next_offset(DECISIONS.name, 0) - 1
+        await ours.serve(system, "b", seals=False)
+        await log.append([claim_of(OTHER, snapshot=sealed, previous_nonce=system.decisions()[-1].owner_nonce)])
+    async with followed(log, tmp_path / "catalog") as follower:
+        assert any("Router another took over" in one.text for one in takeovers(follower))
+    path = tmp_path / "log.db"
+    ran = [await forebay("explain", path, "b"), await forebay("replay", "diff", path, "--policy", "random")]
+    assert [code for code, *_ in ran] == [0, 2]

@@ -63,6 +63,7 @@ class Kind(Enum):
     CLAIM_AT_SNAPSHOT = auto()
     FOREIGN_RECORD = auto()  # needs other decision rules
     FOREIGN_CLAIM = auto()  # by an owner with other decision rules, from the record before
+    FOREIGN_CLAIM_AT_SNAPSHOT = auto()
 
 
 class _Action(Enum):
@@ -79,17 +80,20 @@ _TRANSITIONS = {
     (_DERIVING, Kind.CLAIM_AT_SNAPSHOT): (_Action.RESTORE, _DERIVING),
     (_DERIVING, Kind.FOREIGN_RECORD): (_Action.SKIP, _FOREIGN),
     (_DERIVING, Kind.FOREIGN_CLAIM): (_Action.DERIVE, _FOREIGN),  # a claim contains no decision
+    (_DERIVING, Kind.FOREIGN_CLAIM_AT_SNAPSHOT): (_Action.RESTORE, _FOREIGN),
     (_FOREIGN, Kind.CLAIM): (_Action.RESTORE, _DERIVING),
     (_FOREIGN, Kind.CLAIM_AT_SEAL): (_Action.RESTORE, _DERIVING),
     (_FOREIGN, Kind.CLAIM_AT_SNAPSHOT): (_Action.RESTORE, _DERIVING),
     (_FOREIGN, Kind.FOREIGN_RECORD): (_Action.SKIP, _FOREIGN),
     (_FOREIGN, Kind.FOREIGN_CLAIM): (_Action.SKIP, _FOREIGN),
+    (_FOREIGN, Kind.FOREIGN_CLAIM_AT_SNAPSHOT): (_Action.SKIP, _FOREIGN),
     (_STOPPED, Kind.RECORD): (_Action.SKIP, _STOPPED),
     (_STOPPED, Kind.CLAIM): (_Action.SKIP, _STOPPED),
     (_STOPPED, Kind.CLAIM_AT_SEAL): (_Action.RESTORE, _DERIVING),
     (_STOPPED, Kind.CLAIM_AT_SNAPSHOT): (_Action.RESTORE, _DERIVING),
     (_STOPPED, Kind.FOREIGN_RECORD): (_Action.SKIP, _FOREIGN),
     (_STOPPED, Kind.FOREIGN_CLAIM): (_Action.SKIP, _FOREIGN),
+    (_STOPPED, Kind.FOREIGN_CLAIM_AT_SNAPSHOT): (_Action.SKIP, _FOREIGN),
 }
 
 
@@ -252,7 +256,7 @@ class JournalReader:
         if not isinstance(record, OwnerClaimed):
             return Kind.RECORD if is_own else Kind.FOREIGN_RECORD
         if record.snapshot >= 0 and offset != self._restored_for:
-            return Kind.CLAIM_AT_SNAPSHOT if is_own else Kind.FOREIGN_RECORD
+            return Kind.CLAIM_AT_SNAPSHOT if is_own else Kind.FOREIGN_CLAIM_AT_SNAPSHOT
         if not is_own:
             return Kind.FOREIGN_CLAIM
         return Kind.CLAIM_AT_SEAL if record.seal >= 0 else Kind.CLAIM

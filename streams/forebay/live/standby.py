@@ -26,7 +26,7 @@ from forebay.events.decisions import (
     RouteAnswered,
 )
 from forebay.events.topics import DECISIONS, SNAPSHOTS
-from forebay.journal.reader import JournalReader, Past, Reading
+from forebay.journal.reader import JournalReader, Kind, Past, Reading
 from forebay.journal.records import (
     JournalBroken,
     OtherRules,
@@ -363,6 +363,11 @@ class Standby(JournalReader):
             await asyncio.sleep(0)
         if self.position % PROGRESS_EVERY == 0 and self.position < end:
             logger.info("followed the journal up to offset %d of %d", self.position, end)
+
+    def _kind(self, offset: int, record: JournalRecord | None) -> Kind:
+        kind = super()._kind(offset, record)
+        is_useless = self._waits_for_seal and kind is Kind.FOREIGN_CLAIM_AT_SNAPSHOT  # its snapshot may be lost
+        return Kind.FOREIGN_RECORD if is_useless else kind
 
     def _forget_world(self) -> None:
         """Replace the world by one that only has the owner, because its records are not derived."""
