@@ -215,17 +215,17 @@ def test_disagg_a_mock_engine_without_nixl_transfers_kv_in_modelled_time(
 def test_disagg_a_service_does_all_of_a_request(tmp_path: Path) -> None:
     path = tmp_path / "parrot.py"
     path.write_text(
-        "from forebay.workers.service import endpoint, service\n\n\n"
+        "import asyncio\nfrom forebay.workers.service import endpoint, service\n\nasyncio.run(asyncio.sleep(0))\n\n\n"
         '@service(namespace="test")\nclass Parrot:\n    @endpoint()\n    async def generate(self, request):\n'
         "        for token in request.token_ids:\n            yield token\n"
     )
+    # The file is executed before the event loop of the process runs.
+    split = ("--prefill-workers", "1", "--decode-workers", "1")
+    assert "only the role aggregated" in error_of("up", "--engine", f"{path}:Parrot", *split)
     choice = choose(f"{path}:Parrot")
     assert built(choice, "w", pool="")[1].pool == "default"
     with pytest.raises(ConfigError, match="Parrot is a service, and services support only"):
         built(choice.with_settings(role="prefill"), "w", pool="")
-    assert "only the role aggregated" in error_of(
-        "up", "--engine", f"{path}:Parrot", "--prefill-workers", "1", "--decode-workers", "1"
-    )
 
 
 LOCAL_KAFKA = "127.0.0.1:19092"

@@ -23,6 +23,7 @@ from forebay.workers.engines.adapters import ADAPTERS, ENGINES, MOCK
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.kv_transfer.own_address import address_towards, own_address
+from forebay.workers.service import load_service
 
 MOCK_ONLY = {"speedup": "runs at its own speed", "engine_profile": "runs at its own speed"}
 OWN_KV_TRANSFER = "configures KV transfer in --engine-args"
@@ -77,6 +78,8 @@ def choose_engine(options: EngineOptions) -> EngineChoice:
         **{name: getattr(options, name) for name in SIZE_OPTIONS},
         **kv,
     )
+    if options.engine not in ENGINES:
+        load_service(options.engine)  # here, because no event loop runs yet, and the code of users may start one
     return EngineChoice(
         engine=options.engine,
         settings=settings,
