@@ -26,9 +26,9 @@ from tests.harness.local import free_ports
 runner = CliRunner()
 # Modules that take long to import, and that no help text needs. `rich` also draws the tables of results.
 HEAVY = {
-    *("aiokafka", "fakeredis", "fastapi", "faust", "httpx", "huggingface_hub", "jinja2", "kubernetes"),
+    *("aiokafka", "asyncio", "fakeredis", "fastapi", "faust", "httpx", "huggingface_hub", "jinja2", "kubernetes"),
     *("numpy", "prometheus_client", "pydantic", "redis", "rich", "scipy", "sqlite3", "starlette"),
-    *("tokenizers", "torch", "uvicorn", "uvloop", "yaml"),
+    *("tokenizers", "torch", "uvicorn", "uvloop", "yaml", "forebay.workers.service"),
 }
 # A process prints the help of every command, all from the same state, and then the modules that it has imported.
 HELP_OF_ALL = """

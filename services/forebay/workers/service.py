@@ -24,6 +24,7 @@ from forebay.events.control import Command
 from forebay.events.names import unknown_name
 from forebay.events.requests import Sampling, Task
 from forebay.runtime.errors import ConfigError
+from forebay.workers import PROCESSES_MAX
 from forebay.workers.engine import CacheChange, Cleared
 
 __all__ = [
@@ -40,7 +41,6 @@ __all__ = [
 ]
 
 PART = re.compile(r"[a-z]([a-z0-9_-]{0,61}[a-z0-9])?")
-PROCESSES_MAX = 256  # processes that one command starts
 MAX_NUM_SEQS = 64
 TASKS: dict[str, Task] = {"generate": "generate", "embed": "embed"}
 CONTROLS = ("clear_kv_blocks", "load_lora", "unload_lora", "sleep", "wake_up", "pause", "resume")

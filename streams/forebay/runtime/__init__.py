@@ -10,12 +10,14 @@ replaces as a whole. Adapters of engines and of NIXL use the operating system di
 """
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from forebay.runtime.system import SystemRuntime, Ticker
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
 
 __all__ = [
     "Runtime",
@@ -55,7 +57,7 @@ class Runtime(Protocol):
         """Run a blocking function on another thread and return its result."""
         ...
 
-    def executor(self, threads: int, name: str) -> Executor:
+    def executor(self, threads: int, name: str) -> "Executor":
         """Return an executor with up to `threads` threads of its own."""
         ...
 
@@ -123,7 +125,7 @@ async def offload(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     return await _current.get().offload(function, *args, **kwargs)
 
 
-def executor(threads: int, name: str) -> Executor:
+def executor(threads: int, name: str) -> "Executor":
     """Return an executor with up to `threads` threads of its own. The caller shuts it down."""
     return _current.get().executor(threads, name)
 

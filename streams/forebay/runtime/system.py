@@ -1,14 +1,15 @@
-"""The runtime of a real process: clocks, entropy and threads of the operating system."""
+"""The runtime of a real process: clocks, entropy and threads of the operating system.
 
-import asyncio
+Every command imports this module, so what loads asyncio is imported only when a thread starts.
+"""
+
 import os
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextvars import copy_context
-from functools import partial
-from typing import ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,40 +41,18 @@ class SystemRuntime:
 
     async def offload(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `function` in the event loop's default executor."""
+        import asyncio  # noqa: PLC0415 - see above
+
         return await asyncio.to_thread(function, *args, **kwargs)
 
-    def executor(self, threads: int, name: str) -> Executor:
+    def executor(self, threads: int, name: str) -> "Executor":
         """Return a thread pool whose calls inherit the context of their submitter."""
-        return _ContextExecutor(threads, name)
+        from forebay.runtime.threads import ContextExecutor  # noqa: PLC0415 - see above
+
+        return ContextExecutor(threads, name)
 
     def start_ticker(self, step: Callable[[], float | None], name: str) -> Ticker:
         """Start a thread that calls `step` and then sleeps for the returned seconds, until `step` returns None."""
-        return _ThreadTicker(step, name)
+        from forebay.runtime.threads import ThreadTicker  # noqa: PLC0415 - see above
 
-
-class _ContextExecutor(ThreadPoolExecutor):
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        return super().submit(copy_context().run, partial(fn, *args, **kwargs))
-
-
-class _ThreadTicker:
-    def __init__(self, step: Callable[[], float | None], name: str) -> None:
-        self._step = step
-        self._wake = threading.Event()
-        run = copy_context().run
-        self._thread = threading.Thread(target=lambda: run(self._run), name=name, daemon=True)
-        self._thread.start()
-
-    def wake(self) -> None:
-        self._wake.set()
-
-    async def ended(self) -> None:
-        await asyncio.to_thread(self._thread.join)
-
-    def _run(self) -> None:
-        while True:
-            self._wake.clear()
-            wait_s = self._step()
-            if wait_s is None:
-                return
-            self._wake.wait(wait_s)
+        return ThreadTicker(step, name)

@@ -1,6 +1,5 @@
 """Errors of commands: a one-line message on stderr, then exit code 2. If an engine failed, the exit code is 1."""
 
-import asyncio
 import logging
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -67,7 +66,9 @@ def fail(message: str, code: int = USAGE) -> NoReturn:
 
 def run_service(main: Coroutine[Any, Any, None]) -> None:
     """Run the coroutine of a process until it ends. An error ends this program with a one-line message."""
-    import uvloop  # noqa: PLC0415 - --help does not need it
+    import asyncio  # noqa: PLC0415 - --help needs neither this
+
+    import uvloop  # noqa: PLC0415 - nor this
 
     with explained(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main)

@@ -26,7 +26,7 @@ from forebay.cli.processes.tier_options import TierOptions
 from forebay.cli.processes.up_models import ModelsOptions, WorkerOptions
 from forebay.cli.processes.upstream_options import UpstreamOptions
 from forebay.transport.base import LogSync
-from forebay.workers.service import PROCESSES_MAX
+from forebay.workers import PROCESSES_MAX
 
 DRAIN_S = 7.0  # of `up`: with the time to send errors and close, within the 10 s that `docker stop` allows
 LeaseTtlOption = Annotated[float, Option(min=0.1, help="Seconds without a lease renewal after which a worker is lost.")]
