@@ -5,13 +5,7 @@ from collections.abc import Sequence
 
 from forebay.analysis.runs import SimulationRun
 from forebay.events.control import RouterConfig
-from forebay.simulate.outcome import (
-    RequestOutcome,
-    RequestOutcomes,
-    SimulationOutcome,
-    UtilizationTimeline,
-    summary,
-)
+from forebay.simulate.outcome import RequestOutcome, RequestOutcomes, SimulationOutcome, UtilizationTimeline, summary
 from forebay.simulate.settings import engine_config, one_pool
 
 SEED = 20_262

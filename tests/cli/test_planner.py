@@ -10,14 +10,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from forebay.events.scaling import (
-    PlannerStopped,
-    Reason,
-    ScalingDecided,
-    ScalingEvent,
-    SimulatedSize,
-    SizesSimulated,
-)
+from forebay.events.scaling import PlannerStopped, Reason, ScalingDecided, ScalingEvent, SimulatedSize, SizesSimulated
 from forebay.replay.scaling.decisions import OUTCOMES, REASONS, DecisionOutcome, ScalingDecisions
 from forebay.replay.scaling.status import PlannerStatus
 from forebay.transport.sqlite.log import SqliteLog

@@ -8,13 +8,7 @@ import pytest
 from forebay.core.state.pool_settings import PoolSettings
 from forebay.core.state_machine import plain
 from forebay.events.base import Part
-from forebay.events.control import (
-    BusyThresholds,
-    BusyThresholdsSet,
-    PolicySet,
-    PoolConfigured,
-    RouterConfig,
-)
+from forebay.events.control import BusyThresholds, BusyThresholdsSet, PolicySet, PoolConfigured, RouterConfig
 from forebay.events.pools import PoolCanarySet, PoolRule
 from tests.core.worlds import OTHER_POLICY, setting
 from tests.depth import sampled

@@ -28,14 +28,7 @@ from forebay.planner.actuators.os_processes import is_running, recorded_identity
 from forebay.transport.base import Draft
 from forebay.transport.kafka.log import KafkaLog
 from tests.harness.cluster import GROUP, Cluster
-from tests.harness.scaling import (
-    POOL,
-    kill_supervised,
-    scaling_of,
-    start_planner,
-    start_supervisor,
-    stepped_load,
-)
+from tests.harness.scaling import POOL, kill_supervised, scaling_of, start_planner, start_supervisor, stepped_load
 from tests.integration.conftest import MakeCluster
 from tests.integration.stream_clients import problems, stream_clients
 

@@ -16,29 +16,12 @@ from forebay.core.step import AnyDecision
 from forebay.core.world import CORE_VERSION
 from forebay.events.base import U64_BYTES
 from forebay.events.codec import decode, encode
-from forebay.events.decisions import (
-    Advanced,
-    CommandSent,
-    ConsumedRun,
-    OwnerClaimed,
-    RequestRouted,
-    SnapshotTaken,
-)
+from forebay.events.decisions import Advanced, CommandSent, ConsumedRun, OwnerClaimed, RequestRouted, SnapshotTaken
 from forebay.events.groups import GroupPlaced
 from forebay.events.kv import BlocksStored
 from forebay.events.progress import CommandDone, FirstTokenEmitted, RequestFinished
 from forebay.events.snapshots import SnapshotChunk, WorldState
-from forebay.events.topics import (
-    DECISIONS,
-    FLEET,
-    GROUPS,
-    KV_EVENTS,
-    METRICS,
-    PROGRESS,
-    REQUESTS,
-    SNAPSHOTS,
-    Topic,
-)
+from forebay.events.topics import DECISIONS, FLEET, GROUPS, KV_EVENTS, METRICS, PROGRESS, REQUESTS, SNAPSHOTS, Topic
 from forebay.journal.checks import UNVERIFIED
 from forebay.replay.record.slice import Window
 from forebay.replay.verify.divergence import DivergenceReport

@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 from forebay.engine_model.timing import LinearTiming, MockerTiming, RooflineTiming, StepWork
 from forebay.events.scaling import DecodePoint, PrefillPoint
 from forebay.runtime.errors import ConfigError
-from forebay.simulate.profiles.fitting import (
-    COSTS,
-    REQUESTS_MIN,
-    EngineRun,
-    FitImpossible,
-    TimedRequest,
-    amounts,
-    fit,
-)
+from forebay.simulate.profiles.fitting import COSTS, REQUESTS_MIN, EngineRun, FitImpossible, TimedRequest, amounts, fit
 from forebay.simulate.profiles.measured import fit_measured
 from forebay.simulate.profiles.profile import EngineSizes, Profile, load_profile, write_linear
 from forebay.simulate.profiles.sheets import Transformer, gpu_sheet, read_transformer
