@@ -1,5 +1,6 @@
 """Pools over the admin API: GET and POST of busy thresholds, disaggregation and rules, as events on the log."""
 
+import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -26,11 +27,14 @@ from forebay.events.control import (
 )
 from forebay.events.pools import GridPool, PoolCanarySet, PoolDrainSet, PoolGrid, PoolRouting, PoolRoutingConfigured
 from forebay.events.topics import CONTROL
+from forebay.ingress import group
 from forebay.ingress.pool_settings import PoolConfigurator
 from forebay.transport.base import Draft
+from forebay.transport.directory import Directory
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import setting
 from tests.ingress.conftest import ADMIN_TOKEN, NAME, Scene, error, make_scene
+from tests.system import until
 
 BUSY, DISAGG, POOLS = "/busy_threshold", "/disaggregation", "/v1/pools"
 DECODE, PREFILL, SHARE = BusyThresholds.__struct_fields__
@@ -111,11 +115,24 @@ async def test_disagg_missing_fields_keep_their_value() -> None:
         changed = await post(scene, DISAGG, max_local_prefill_length=10, prefill_busy_threshold=None)
         assert changed == {**CLASSIC, "max_local_prefill_length": 10, "prefill_busy_threshold": None}
         assert await post(scene, DISAGG, enforce=True, operator="alice") == {**changed, "enforce": True}
-        expected = DisaggConfig(
-            policy="classic", max_local_prefill_length=10, prefill_busy_threshold=None, enforce=True
-        )
-        assert appended(scene, 2)[-1] == DisaggregationSet(model=NAME, disagg=expected, operator="alice")
+        after = DisaggConfig(policy="classic", max_local_prefill_length=10, prefill_busy_threshold=None, enforce=True)
+        assert appended(scene, 2)[-1] == DisaggregationSet(model=NAME, disagg=after, operator="alice")
         assert await read(scene, DISAGG) == {"disaggregation": [{**changed, "enforce": True}]}, "as POST answers"
+
+
+async def test_disagg_settings_are_read_as_soon_as_a_router_has_placed_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    placed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(Directory, "placed", lambda *_: placed)
+    monkeypatch.setattr(group, "POLL_S", 3_600.0)
+    async with with_pools() as scene:
+        running = asyncio.create_task(scene.models.run())
+        await asyncio.sleep(0.01)
+        scene.control(disagg(policy="always", enforce=True))
+        placed.set_result(0)
+        await until(lambda: scene.only.is_enforced)
+        running.cancel()
 
 
 async def test_changes_by_another_ingress_or_a_router_apply() -> None:

@@ -61,9 +61,9 @@ class Readiness:
         """Return the control partition of the group; None until a router has assigned one."""
         return self._directory.partition_of(self.presence.group)
 
-    async def run(self) -> None:
-        """Follow the owner of the group until cancelled. Raises LogError if the log fails."""
-        await self.presence.follow(await self._directory.placed(self.presence.group))
+    async def placed(self) -> int:
+        """Return the control partition of the group once a router has assigned it."""
+        return await self._directory.placed(self.presence.group)
 
     def problem(self) -> str | None:
         """Return why no request can be served now, None if requests can be served."""
@@ -102,9 +102,10 @@ class GroupClient:
     async def run(self) -> None:
         """Follow the owner and the settings of the group until cancelled. Raises LogError if the log fails."""
         try:
+            partition = await self.ready.placed()  # without one there are no settings yet
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follow_settings())
-                await self.ready.run()
+                await self.ready.presence.follow(partition)
         finally:
             self.adapters.close()
 
