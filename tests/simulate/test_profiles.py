@@ -215,14 +215,13 @@ def test_an_incomplete_model_description_is_rejected(tmp_path: Path, changes: di
 
 def test_a_malformed_model_description_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    for text, reason in (
-        ("[]", "Expected `object`, got `array`"),
-        ('{"a":' * 5_000, "recursion"),
-        ('{"\xff":1}', "utf-8"),
-    ):
+    for text, reason in (("[]", "Expected `object`, got `array`"), ('{"a":' * 5_000, "recursion"), ('{"\xff":1}', "utf-8")):
         path.write_bytes(text.encode("latin1"))
         with pytest.raises(ConfigError, match=reason):
             read_transformer(path)
+    path.unlink()
+    with pytest.raises(ConfigError, match=rf"^{path}: No such file"):
+        read_transformer(path)
 
 
 def test_an_ungated_mlp_has_two_matrices(tmp_path: Path) -> None:

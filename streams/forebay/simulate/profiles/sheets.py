@@ -75,8 +75,9 @@ def _sheets() -> dict[str, Gpu]:
 
 def read_transformer(path: Path) -> Transformer:
     """Read a model's sizes from the `config.json` of Hugging Face's transformers."""
+    content = read_file(path)
     with prefixed(path):
-        config = msgspec.json.decode(read_file(path), type=dict[str, Any])
+        config = msgspec.json.decode(content, type=dict[str, Any])
     inner = config.get("text_config")
     if isinstance(inner, dict) and "hidden_size" not in config:
         config = {**config, **inner}
