@@ -31,7 +31,7 @@ from forebay.replay.catalog.markers import add_markers, add_scaling_markers, mar
 from forebay.replay.catalog.store import Store
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
-from tests.core.worlds import PROMPTS, decode_pool, joined, pool, request
+from tests.core.worlds import PROMPTS, decode_pool, joined, pool, pool_of, request
 from tests.replay.catalog.scene import RECORDINGS, fill, new_tables
 from tests.replay.recorder import Recorder, fleet
 
@@ -98,7 +98,10 @@ async def test_changed_settings_are_named() -> None:
     made("control", pool(temperature=0.5, use_kv_events=False))
     busy = BusyThresholds(active_decode_blocks_threshold=0.9)
     made("control", BusyThresholdsSet(model="m", thresholds=busy, operator="alice"))
-    made("control", BusyThresholdsSet(model="m", thresholds=busy))
+    for name in ("another", "new", ""):
+        if name:
+            made("control", pool_of(name))
+        made("control", BusyThresholdsSet(model="m", thresholds=busy))
     made("control", BusyThresholdsSet(model="unknown", thresholds=busy))
     made("control", PolicySet(model="m", pool="default", mode="round-robin", operator="bob"))
     made("control", decode_pool())
@@ -112,6 +115,10 @@ async def test_changed_settings_are_named() -> None:
         "Pool default serves m with router mode kv.",
         "Pool default: temperature 0.0 → 0.5, use_kv_events yes → no.",
         "Busy thresholds of m: active_decode_blocks_threshold off → 0.9 (by alice).",
+        "Pool another serves m with router mode kv.",
+        "Busy thresholds of m: active_decode_blocks_threshold off → 0.9.",
+        "Pool new serves m with router mode kv.",
+        "Busy thresholds of m: active_decode_blocks_threshold off → 0.9.",
         "Pool default: mode kv → round-robin (by bob).",
         "Pool default: mode round-robin → kv, temperature 0.5 → 0.0, use_kv_events no → yes,"
         " busy.active_decode_blocks_threshold 0.9 → off and 1 more.",

@@ -8,6 +8,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -99,11 +100,11 @@ def settings_text(event: PoolSetting, before: PoolsInEffect, after: PoolsInEffec
 
 
 def _changes(model: str, before: PoolsInEffect, after: PoolsInEffect, name: Literal["busy", "disagg"]) -> list[str]:
-    """Return what an event changed in a part of the router configuration of a model's pools."""
+    """Return each change that an event made in a part of the router configuration of any pool of a model, once."""
     role = "decode" if name == "disagg" else None
-    changed = (pool for pool, new in after.items() if new.model == model and role in (None, new.role))
-    pool = next(changed, None)
-    return [] if pool is None else changes_of(getattr(before[pool].router, name), getattr(after[pool].router, name))
+    pools = [pool for pool, new in after.items() if new.model == model and role in (None, new.role)]
+    changes = (changes_of(getattr(before[one].router, name), getattr(after[one].router, name)) for one in pools)
+    return list(dict.fromkeys(chain.from_iterable(changes)))
 
 
 def modes_text(before: PoolsInEffect, after: PoolsInEffect) -> str:
