@@ -340,7 +340,15 @@ def test_an_owner_that_may_not_run_a_policy_returns_to_the_configured_one(
     drive = Driver(custom={"mine.Policy": BUILT_IN["round-robin"]}).fleet("a")
     drive("control", policy(mode))
     claim(drive.world, 7, allowed)
-    assert routed(drive, "r").mode == expected
+    assert (routed(drive, "r").mode, drive.world.counts["policy_not_allowed"]) == (expected, 0)
+
+
+def test_a_policy_stays_if_the_owner_may_not_run_the_configured_one_either() -> None:
+    drive = Driver(custom={"mine.Policy": BUILT_IN["random"]}).fleet("a")
+    drive("control", pool(mode="mine.Configured"))
+    drive("control", policy("mine.Policy"))
+    claim(drive.world, 7)
+    assert (drive.world.pools["default"].router.mode, drive.world.counts["policy_not_allowed"]) == ("mine.Policy", 1)
 
 
 def test_a_policy_routes_requests_that_could_not_be_routed() -> None:

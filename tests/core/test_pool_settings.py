@@ -6,10 +6,9 @@ from typing import ClassVar
 import pytest
 
 from forebay.core.state.pool_settings import PoolSettings
-from forebay.core.state_machine import plain
-from forebay.events.base import Part
+from forebay.core.state_machine import digest_of
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, PolicySet, PoolConfigured, RouterConfig
-from forebay.events.pools import PoolCanarySet, PoolRule
+from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRule
 from tests.core.worlds import OTHER_POLICY, setting
 from tests.depth import sampled
 
@@ -37,14 +36,17 @@ def test_operators_change_the_settings_in_effect() -> None:
     assert settings.in_effect()["a"].router == RouterConfig(busy=busy, mode=OTHER_POLICY)
     assert settings.configured()["a"].router == RouterConfig()
     assert settings.policies() == (OTHER_POLICY,)
+    assert [(one.base, one.share) for one in settings.canaries("m")] == [("b", 0.5)]
     assert [settings.canary("m", pool) for pool in "ab"] == [*settings.canaries("m"), None]
 
 
-class Grown(Part, frozen=True, kw_only=True):
+class Grown(PoolDrainSet, frozen=True, kw_only=True):
     ADDED: ClassVar = {"late": 0}
-    early: int
     late: int = 0
 
 
 def test_a_setting_that_was_added_changes_a_digest_only_if_it_is_set() -> None:
-    assert [plain(Grown(early=1)), plain(Grown(early=1, late=2))] == [(1,), (1, ("late", 2))]
+    for changes, fields in (({}, ()), ({"late": 2}, [("late", 2)]), ({"late": 2, "operator": "o"}, ["o", ("late", 2)])):
+        settings = PoolSettings()
+        settings.apply(Grown(model="m", pool="a", drained=True, **changes))
+        assert settings.digest_of_rules() == digest_of(("m", "a", True, 0, *fields))

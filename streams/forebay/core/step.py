@@ -94,7 +94,7 @@ def claim(world: World, offset: int, policies: tuple[str, ...] = (), events_vers
     world.owner_epoch, world.owner_nonce = offset, nonce
     world.owner_events = events_version
     world.owner_policies = policies
-    world.settings.reset_policies(policies)
+    world.counts.update(world.settings.reset_policies(policies))
 
 
 def open_run(world: World, now_us: int) -> list[AnyDecision]:

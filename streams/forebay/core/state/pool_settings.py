@@ -90,11 +90,17 @@ class PoolSettings:
                 self._drains.pop((event.model, event.pool), None)
         return None
 
-    def reset_policies(self, allowed: Collection[str]) -> None:
-        """Return pools to their configured policies if the owner may not run the policy that an operator set."""
-        for name, configured in sorted(self.modes.items()):
-            if not is_allowed(self.pools[name].router.mode, allowed):
-                self._set_mode(PolicySet(model=self.pools[name].model, pool=name, mode=configured), allowed)
+    def reset_policies(self, allowed: Collection[str]) -> list[NoEffect]:
+        """Return pools to their configured policies if the owner may not run the policy that an operator set.
+
+        The result says why pools keep their policy: the owner may not run the configured one either.
+        """
+        resets = [
+            PolicySet(model=self.pools[name].model, pool=name, mode=configured)
+            for name, configured in sorted(self.modes.items())
+            if not is_allowed(self.pools[name].router.mode, allowed)
+        ]
+        return [no_effect for event in resets if (no_effect := self._set_mode(event, allowed)) is not None]
 
     def configured(self) -> dict[str, PoolConfigured]:
         """Return the pools as `PoolConfigured` set them, without the changes of operators, in order of their names."""
@@ -252,7 +258,10 @@ def _by_key(rules: Mapping[Any, AnyRule]) -> tuple[AnyRule, ...]:
 def _fields(event: PoolRule) -> Any:
     """Return an event as a tuple for a digest.
 
-    Logs of versions without the field `operator`, the last one, keep their digests, so the tuple omits an empty one.
+    Logs of versions without the field `operator` keep their digests, so the tuple omits an empty one.
     """
     fields = plain(event)
-    return fields if event.operator else fields[:-1]
+    if event.operator:
+        return fields
+    at = [name for name in event.__struct_fields__ if name not in getattr(event, "ADDED", ())].index("operator")
+    return fields[:at] + fields[at + 1 :]
