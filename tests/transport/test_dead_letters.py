@@ -88,7 +88,7 @@ async def test_letters_are_listed_newest_first_with_their_origin(
 async def test_a_retry_appends_the_original_record_and_marks_the_letter(
     log: SqliteLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dead_letters, "PAGE_RECORDS", 2)
+    monkeypatch.setattr(dead_letters, "PAGE_RECORDS", 1)
     offset = await bury_event(log, CONTROL, POLICY)
     others = [await bury(log, "control", b"{}") for _ in range(3)]
     await log.append([Draft(CONTROL.name, PARTITION, b"earlier")])
@@ -101,6 +101,9 @@ async def test_a_retry_appends_the_original_record_and_marks_the_letter(
     with pytest.raises(NotRetriable, match=f"it was retried before, as control/{PARTITION}/1"):
         await retry(log, offset)
     assert log.next_offset(CONTROL.name, PARTITION) == 2
+    mark = {"retried-letter": str(offset), "retried-as": "newer"}
+    await log.append([Draft(DEAD_LETTERS.name, PARTITION, b"", None, mark)])
+    assert (await listed(log))[-1].retried_as == "newer"
 
 
 REFUSED = {
@@ -114,11 +117,7 @@ REFUSED = {
         b'{"type": "control.of_a_newer_version"}',
         "does not decode in this version either: .*control.of_a_newer_version",
     ),
-    "large": (
-        "control",
-        bytes(CONTENT_BYTES_MAX + 1),
-        "does not contain the whole record: a value of 8388609 bytes",
-    ),
+    "large": ("control", bytes(CONTENT_BYTES_MAX + 1), "does not contain the whole record: a value of 8388609 bytes"),
 }
 
 

@@ -121,12 +121,14 @@ async def letters(log: Log, partition: int, keep: Callable[[Letter], bool]) -> A
     while end > begin:
         start = max(begin, end - PAGE_RECORDS)
         page: list[Letter] = []
+        newer, marks = marks, {}
         async for record in records_of(log, DEAD_LETTERS, partition, start, end):
             headers = record.headers or {}
             if (offset := headers.get(RETRIED_LETTER, "")).isdecimal():
                 marks[int(offset)] = headers.get(RETRIED_AS, "")
             elif (letter := letter_of(record)) is not None:
                 page.append(letter)
+        marks |= newer
         for letter in reversed(page):
             found = msgspec.structs.replace(letter, retried_as=marks.get(letter.offset, ""))
             if keep(found):
