@@ -1,4 +1,7 @@
-"""Book decisions in the world at once, and return them as journal records. The owner writes the records afterwards."""
+"""Apply decisions to the world at once, and return them as journal records, which the owner writes afterwards.
+
+They book, hold, reject or abort a request, answer a routing query, or release the KV of a prefill.
+"""
 
 from forebay.core.phases import BEFORE_FIRST_TOKEN, Phase
 from forebay.core.queue_entry import queued_request

@@ -30,7 +30,7 @@ class States:
         """
         return await before(self._log, self._partition, offset, self._custom)
 
-    def by_time(self, _: int, /) -> StoredState | None:
+    def by_time(self, _time_us: int, /) -> StoredState | None:
         """Return the newest known state whose clock is set and at most this time; None if no such state is known.
 
         The times of snapshots are not known without a search.
