@@ -283,13 +283,7 @@ async def routing(
     directory = Directory(log)
     await directory.start()
     options = RouterSettings(
-        router_id=name,
-        partitions=1,
-        slots_max=16,
-        config=RouterConfig(),
-        poll_s=0.005,
-        retry_s=0.01,
-        on_loss=on_loss,
+        router_id=name, partitions=1, slots_max=16, config=RouterConfig(), poll_s=0.005, retry_s=0.01, on_loss=on_loss
     )
     router = Router(log, system.leases, directory, options, CollectorRegistry())
     async with background(router.run()) as running:

@@ -436,10 +436,7 @@ async def test_a_stopped_standby_is_not_ready_and_is_no_standby(log: SqliteLog) 
     async with System(log).started(workers=2) as system:
         await serve_unsealed(system, "a", "b")
         end = journal_end(log)
-        async with (
-            background(RouterHeartbeats(log, MODEL).follow(0)),
-            routing(system, "new", losing(system)) as router,
-        ):
+        async with background(RouterHeartbeats(log, MODEL).follow(0)), routing(system, "new", losing(system)) as router:
             registry = CollectorRegistry()
             registry.register(ReadinessMetrics(router))
             router.assign({0})

@@ -412,15 +412,7 @@ def test_lone_worker_matches_the_oracle(turns: tuple[Turn, ...], blocks: int, se
 
 
 @examples(1.5)
-@example(
-    turns=blocked(),
-    workers=(1, 3),
-    blocks=10,
-    seqs=2,
-    batched=484,
-    link=LINKLESS,
-    local_max=0,
-)
+@example(turns=blocked(), workers=(1, 3), blocks=10, seqs=2, batched=484, link=LINKLESS, local_max=0)
 @given(
     turns=workloads(),
     workers=st.tuples(st.integers(1, 3), st.integers(1, 3)),

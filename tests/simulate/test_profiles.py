@@ -215,7 +215,7 @@ def test_an_incomplete_model_description_is_rejected(tmp_path: Path, changes: di
 
 def test_a_malformed_model_description_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    for text, reason in (("[]", "Expected `object`, got `array`"), ('{"a":' * 5_000, "recursion"), ('{"\xff":1}', "utf-8")):
+    for text, reason in (("[]", "got `array`"), ('{"a":' * 5_000, "recursion"), ('{"\xff":1}', "utf-8")):
         path.write_bytes(text.encode("latin1"))
         with pytest.raises(ConfigError, match=reason):
             read_transformer(path)
