@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from forebay import runtime
 from forebay.console.settings import ConsoleSettings
 from forebay.core.routing.policies import CustomPolicies
 from forebay.core.state.fleet import WorkerPhase
@@ -217,7 +217,7 @@ class EmbeddedGroup:
         assert self._keeper is not None
         if self._card_digest is not None:
             spec = msgspec.structs.replace(spec, card=self._card_digest)
-        token = uuid.uuid4().hex
+        token = runtime.random_id()
         return Worker(self._log, self._keeper, spec, engine, token=token, group=self.name, partition=self.partition)
 
     async def start_owner(self, registry: CollectorRegistry) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import socket
 import tempfile
-import uuid
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
 
+from forebay import runtime
 from forebay.events.topics import TOKENS
 from forebay.ingress.drain import IngressDrain
 from forebay.ingress.explain_worker import LogSource
@@ -115,7 +115,7 @@ async def _serve(
     registry = process_registry()
     counts = await count_topics(cluster.kafka)
     slot = xxh3_64_intdigest(process.ingress.ingress_id.encode()) % counts.replies
-    settings = replace(process.ingress, reply_slot=slot, incarnation=uuid.uuid4().hex)
+    settings = replace(process.ingress, reply_slot=slot, incarnation=runtime.random_id())
     async with connected(cluster, registry) as log:
         directory, store = Directory(log), ModelStore(log)
         await directory.start()

@@ -36,7 +36,7 @@ def metrics_served(
     except OSError as error:
         text = f"cannot serve metrics on {host}:{port}: {error.strerror}; choose another --metrics-port"
         raise ConfigError(text) from error
-    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()  # noqa: TID251 - the loop may be blocked
     try:
         yield
     finally:

@@ -70,7 +70,7 @@ def _end(seconds: float, why: str) -> None:
         complain(f"killed: the process did not stop within {seconds:g} s after {why}")
         logging.shutdown()
 
-    reporting = threading.Thread(target=report, daemon=True)
+    reporting = threading.Thread(target=report, daemon=True)  # noqa: TID251 - the loop may be blocked
     reporting.start()
     reporting.join(REPORT_S)  # it waits for ever while stderr is a pipe that nobody reads
     os._exit(KILLED)

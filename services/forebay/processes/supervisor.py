@@ -75,7 +75,7 @@ async def _execute(cluster: Cluster, actuator: "ProcessActuator | KubernetesActu
 async def _processes(settings: ProcessSettings) -> AsyncIterator[ProcessActuator]:
     directory = await WorkerDirectory.open(settings.state)
     try:
-        yield ProcessActuator(settings.pools, directory, os.environ)
+        yield ProcessActuator(settings.pools, directory, os.environ)  # noqa: TID251 - workers inherit it
     finally:
         directory.close()
 
@@ -84,7 +84,8 @@ def _kubernetes(settings: KubernetesSettings) -> "KubernetesActuator":
     # Imported here, because the client is an extra and takes half a second.
     from forebay.planner.actuators.kubernetes import KubernetesActuator, PodSet, connect  # noqa: PLC0415
 
-    in_pod = "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ
-    path = str(Path(os.environ.get("KUBECONFIG", KUBECONFIG)).expanduser())
+    variables = os.environ  # noqa: TID251 - those of every client of Kubernetes
+    in_pod = "KUBERNETES_SERVICE_HOST" in variables and "KUBECONFIG" not in variables
+    path = str(Path(variables.get("KUBECONFIG", KUBECONFIG)).expanduser())
     api = connect(None if in_pod else path)
     return KubernetesActuator({pool: PodSet(*names) for pool, names in settings.pools.items()}, api)

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -269,7 +268,7 @@ class AttachedWorkers:
         beside = [asyncio.create_task(warn_if_not_admitted(one.probes, spec.worker_id))]
         try:
             partition = await join_group(self._cluster, self._log, spec)
-            token = uuid.uuid4().hex
+            token = runtime.random_id()
             worker = one.worker = one.probes.worker = Worker(
                 self._log,
                 self._keeper,
