@@ -1,4 +1,4 @@
-"""How `replay anonymize` treats each field of an event. The rule is declared at the field, as `Annotated[type, RULE]`.
+"""How `forebay record --anonymize` treats each field of an event: by the rule at the field, `Annotated[type, RULE]`.
 
 Numbers, booleans, literals and nested parts need no rule. Any other field without a rule is an error, so a new field
 cannot leak because its author forgot the rule.
