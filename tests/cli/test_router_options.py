@@ -228,6 +228,11 @@ def block(language: str) -> str:
     return found[1]
 
 
+def test_help_describes_options_instead_of_fields() -> None:
+    texts = " ".join(option.help for option in ROUTER_OPTIONS.values())
+    assert re.findall(r"\bnull\b|\w+_s\b|[a-z][A-Z]\w*|The same", texts) == []
+
+
 def test_every_flag_is_documented_with_its_default_and_field() -> None:
     rows = re.findall(
         r"^\| `--(\[no-\])?(router-[a-z-]+|active-[a-z-]+|load-aware|enforce-disagg|shared-cache-[a-z-]+|tier-credit)`"

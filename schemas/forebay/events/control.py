@@ -49,8 +49,8 @@ class BusyThresholds(Part, frozen=True, kw_only=True):
         active_decode_blocks_threshold: share of its KV blocks in use above which a rank is busy; null is off.
         active_prefill_tokens_threshold: prompt tokens sent to a rank and not computed yet above which it is busy; null
             is off.
-        active_prefill_tokens_threshold_frac: the same limit, as a multiple of the worker's `max_num_batched_tokens`;
-            null is off.
+        active_prefill_tokens_threshold_frac: prompt tokens sent to a rank and not computed yet above which it is busy,
+            as a multiple of its `max_num_batched_tokens`; null is off.
     """
 
     active_decode_blocks_threshold: Fraction | None = None
@@ -169,7 +169,7 @@ class RouterConfig(Part, frozen=True, kw_only=True):
         overlap_score_credit: prefill blocks that the cost is reduced by per block cached on the device.
         overlap_score_credit_decay: how much smaller the credit of cached blocks is for ranks that have more prompt
             tokens to compute than others; 0 is off.
-        prefill_load_scale: weight of prefill blocks in the cost; formerly `overlap_score_weight` in Dynamo.
+        prefill_load_scale: weight of prefill blocks in the cost.
         host_cache_hit_weight: prefill blocks that the cost is reduced by per block cached in host memory.
         disk_cache_hit_weight: prefill blocks that the cost is reduced by per block cached on disk.
         decode_active_request_weight: blocks added to the cost per request in flight.
@@ -194,7 +194,7 @@ class RouterConfig(Part, frozen=True, kw_only=True):
         disagg: conditional disaggregation; for decode pools.
         shared_cache_hit_weight: prefill blocks that the cost is reduced by per block in the shared store of the worker.
         tier_credit: how much blocks outside of the device reduce the cost: `weights` uses the weights above, `measured`
-            the durations that the rank measured (`TierCostsMeasured`), or the weights until it has measured them.
+            the durations that the rank measured, or the weights until it has measured them.
         eviction_weight: prefill blocks that the cost is increased by per cached block that the rank must evict for the
             prompt; 0 is off.
     """

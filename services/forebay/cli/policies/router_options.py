@@ -38,11 +38,15 @@ class RouterOption(Option):
 
 
 def _field(path: str, text: str = "", serving: float | None = None) -> RouterOption:
-    """Return the option of a field of `RouterConfig`. Its text and its default in `--help` are those of the field."""
+    """Return the option of a field of `RouterConfig`. Its text and its default in `--help` are those of the field.
+
+    An option cannot set null, so what null means is left out.
+    """
     group, _, field = path.rpartition(".")
     part: Any = getattr(RouterConfig(), group) if group else RouterConfig()
     meaning = split_description(type(part).__doc__)[1].get(field, "").replace("`", "")
-    text = text or meaning[:1].upper() + meaning[1:]
+    meaning, null, _ = meaning.partition("; null ")
+    text = text or meaning[:1].upper() + meaning[1:] + "." * bool(null)
     value = getattr(part, field) if serving is None else serving
     if isinstance(value, bool):
         shown = "on" if value else "off"
@@ -77,7 +81,14 @@ class RouterOptions:
     router_prefill_load_scale: Annotated[float | None, _field("prefill_load_scale")] = None
     router_decode_active_request_weight: Annotated[float | None, _field("decode_active_request_weight")] = None
     router_eviction_weight: Annotated[float | None, _field("eviction_weight")] = None
-    router_kv_events: Annotated[bool | None, _field("use_kv_events")] = None
+    router_kv_events: Annotated[
+        bool | None,
+        _field(
+            "use_kv_events",
+            "Learn from KV events what ranks have cached. Otherwise the owner assumes for --router-ttl-secs that a rank"
+            " has cached each prompt routed to it.",
+        ),
+    ] = None
     router_track_prefill_tokens: Annotated[bool | None, _field("track_prefill_tokens")] = None
     router_track_active_blocks: Annotated[bool | None, _field("track_active_blocks")] = None
     router_track_output_blocks: Annotated[bool | None, _field("track_output_blocks")] = None
