@@ -256,7 +256,7 @@ async def test_a_lost_server_is_attached_again(caplog: pytest.LogCaptureFixture)
     assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == [str(LOST), "another reason"]
 
 
-async def test_the_pauses_before_a_failing_server_is_tried_grow_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pauses_before_a_lost_server_is_tried_again_grow_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     sleep, now_s = asyncio.sleep, [0.0]
 

@@ -17,10 +17,17 @@ from tests.depth import sampled
 def test_the_events_of_settings_lead_to_the_same_settings(seed: int) -> None:
     chance = random.Random(seed)
     settings, again = PoolSettings(), PoolSettings()
+    thresholds: dict[str, tuple[str, BusyThresholds]] = {}  # of each pool with its model, from a second fold
     changes = [setting(chance) for _ in range(chance.randint(1, 60))]
     for event in changes:
         settings.apply(event)
         assert not isinstance(event, PoolRule) or event.summary.startswith("Pool")
+        if isinstance(event, PoolConfigured):
+            thresholds[event.pool] = event.model, event.router.busy
+        elif isinstance(event, BusyThresholdsSet):
+            same = [pool for pool, (model, _) in thresholds.items() if model == event.model]
+            thresholds |= dict.fromkeys(same, (event.model, event.thresholds))
+    assert {name: (pool.model, pool.router.busy) for name, pool in settings.in_effect().items()} == thresholds
     for event in settings.events():
         again.apply(event)
     assert again.snapshot() == settings.snapshot()

@@ -86,7 +86,7 @@ class EmbeddedSettings:
         ingress: settings without the block size, which the engines report.
         log_sync: whether an acknowledged append survives a power loss (`full`), or only the death of the process.
         console: settings of a console in another process; None for no console.
-        console_module: module that runs this process.
+        console_module: module that runs the process of the console.
     """
 
     log: Path | None
