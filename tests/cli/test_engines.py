@@ -336,10 +336,7 @@ def test_each_tier_has_a_size(tmp_path: Path) -> None:
         (["host:size=1GB,filter=on"], "--kv-tier host:size=1GB,filter=on: unknown key 'filter'; keys are: size"),
         (["disk:path=a,filter=maybe"], "--kv-tier disk:path=a,filter=maybe: expected one of on, off, got"),
         (["host:size=1GB", "host:size=2GB"], "--kv-tier host:size=2GB: there is another host tier"),
-        (
-            ["disk:path=a,filter=on", "store:path=b,filter=off"],
-            "--kv-tier: the tiers of a worker have one value of",
-        ),
+        (["disk:path=a,filter=on", "store:path=b,filter=off"], "--kv-tier: the tiers of a worker have one value of"),
         (["store:path=gs://bucket"], "--kv-tier store:path=gs://bucket: unsupported store; expected a directory or"),
         (["store:path=FILE"], "--kv-tier store:path=FILE: not a directory"),
         (["disk:path=FILE"], "--kv-tier disk:path=FILE: not a directory"),

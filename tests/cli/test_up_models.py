@@ -325,14 +325,8 @@ def test_a_directory_is_preferred_to_a_model_of_the_hub(hub: HubStub, tmp_path: 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (
-            "up org/none",
-            "no such directory org/none, and {url} has no model org/none, or it is private",
-        ),
-        (
-            f"worker {RESTRICTED}",
-            "access to {url}/org/restricted is restricted: accept its terms there, and",
-        ),
+        ("up org/none", "no such directory org/none, and {url} has no model org/none, or it is private"),
+        (f"worker {RESTRICTED}", "access to {url}/org/restricted is restricted: accept its terms there, and"),
         (f"ingress {MODEL} --revision v9", "the model org/tiny at {url} has no branch, tag or commit v9"),
         (
             "worker tiny",
