@@ -470,11 +470,13 @@ async def test_what_follows_given_up_records_is_derived(
         await ours.serve(system, "a", seals=True)
         sealed = log.next_offset(DECISIONS.name, 0) - 1
         await lost.serve(system, "b", seals=False)
-        nonce = system.decisions()[-1].owner_nonce
-        (claim,) = await log.append([claim_of(CORE_VERSION, snapshot=sealed, previous_nonce=nonce)])
+        last = system.decisions()[-1]
+        foreign = encode(DECISIONS, msgspec.structs.replace(last, owner_nonce="of another journal"))
+        ours_again = claim_of(CORE_VERSION, snapshot=sealed, previous_nonce=last.owner_nonce)
+        _, claim = await log.append([Draft(DECISIONS.name, 0, foreign), ours_again])
         async with ours.owning(system, seals=True):  # "b" stays active, because its worker ignores the second order
             await system.serve("c", PREFIX)
-    position, last = await seek(log, 0, claim + 1), await seek(log, 0)
+    position, newest = await seek(log, 0, claim + 1), await seek(log, 0)
     assert position.start == claim
     view = LogView(log, claim)
     async with followed(view, tmp_path / "interrupted") as follower:
@@ -489,8 +491,9 @@ async def test_what_follows_given_up_records_is_derived(
             assert follower.error == ""
             found = await catalog_position(log, 0, follower.store, offset=claim + 1)
             assert found.world.digest() == position.world.digest()
+            assert ((await found.moment()).unverified, (await position.moment()).unverified) == ({}, {})
             assert follower.reader is not None
-            assert follower.reader.world.digest() == last.world.digest()
+            assert follower.reader.world.digest() == newest.world.digest()
     explained = await explain(log, 0, "c")
     assert explained.derived_from >= claim
     code, _, error = await forebay("replay", "diff", tmp_path / "log.db", "--policy", "random")

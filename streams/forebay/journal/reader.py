@@ -194,7 +194,10 @@ class JournalReader:
 
     @property
     def unverified(self) -> dict[str, int]:
-        """Number of skipped records and events, by name. They had no effect, or this version does not know it."""
+        """Number of skipped records and events since `start`, or before it as far as `Start.unverified` counts them.
+
+        They had no effect, or this version does not know it.
+        """
         skipped = self._skipped.copy()
         skipped[FOREIGN_RECORDS] += self.validity.foreign
         skipped[UNKNOWN_EVENTS] += sum(reader.unknown for reader in self.order.readers.values())
@@ -282,7 +285,7 @@ class JournalReader:
         await self._replace(await load_continued(self._log, self._partition, claim, self.world.custom), offset)
 
     async def _replace(self, world: World, claim_at: int = -1) -> None:
-        self._skipped[UNKNOWN_EVENTS] += sum(reader.unknown for reader in self.order.readers.values())
+        self._skipped = Counter({FOREIGN_RECORDS: -self.validity.foreign})  # the world has no part of earlier records
         blocked = self.derived
         self._enter(world, claim_at)
         await self.on_restored(blocked)
