@@ -1,11 +1,11 @@
 """Settings of pools: the events that lead to them, and the settings in effect."""
 
 import random
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import pytest
 
-from forebay.core.state.pool_settings import PoolSettings
+from forebay.core.state.pool_settings import RULES, PoolSettings
 from forebay.core.state_machine import digest_of
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, PolicySet, PoolConfigured, RouterConfig
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRule
@@ -32,6 +32,7 @@ def test_the_events_of_settings_lead_to_the_same_settings(seed: int) -> None:
         again.apply(event)
     assert again.snapshot() == settings.snapshot()
     assert len(settings.events()) <= len(changes) + len(settings.pools), "superseded changes are left out"
+    assert set(RULES) == set(get_args(PoolRule)), "a snapshot has a field for each"
 
 
 def test_operators_change_the_settings_in_effect() -> None:

@@ -1,7 +1,7 @@
 """Events on the topic `control` that set how the owner chooses the pool of a request, and the record of a choice.
 
-Each event is valid until the next one for the same model or pool. `PoolConfigured` does not reset it. `NOUN` and
-`summary` describe an event to operators.
+Each event is valid until the next one for the same model or pool. `PoolConfigured` does not reset it. An event
+that `ends` only removes the earlier one. `NOUN` and `summary` describe an event to operators.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -125,6 +125,7 @@ class PoolRoutingConfigured(Event, tag="control.pool_routing_configured", frozen
     """
 
     NOUN: ClassVar = "routing rules"
+    ends: ClassVar = False
 
     model: Annotated[Name, MODEL]
     routing: PoolRouting
@@ -161,6 +162,11 @@ class PoolCanarySet(Event, tag="control.pool_canary_set", frozen=True, kw_only=T
         require_numbers(self)
 
     @property
+    def ends(self) -> bool:
+        """Return whether the event only removes the canary."""
+        return not self.base
+
+    @property
     def summary(self) -> str:
         """Return the change of the canary as a clause."""
         if not self.base:
@@ -182,6 +188,11 @@ class PoolDrainSet(Event, tag="control.pool_drain_set", frozen=True, kw_only=Tru
     drained: bool
     at_us: int = 0
     operator: OperatorName = ""
+
+    @property
+    def ends(self) -> bool:
+        """Return whether the event only removes the drain."""
+        return not self.drained
 
     @property
     def summary(self) -> str:

@@ -27,7 +27,7 @@ from forebay.events.control import (
     WorkerCommanded,
 )
 from forebay.events.names import unknown_name
-from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRouting, PoolRoutingConfigured, PoolRule
+from forebay.events.pools import PoolCanarySet, PoolRouting, PoolRoutingConfigured, PoolRule
 from forebay.events.topics import CONTROL
 from forebay.ingress.errors import ApiError, no_router
 from forebay.transport.base import Draft, Log, LogError
@@ -163,19 +163,19 @@ class PoolConfigurator:
         raise ApiError(404, "unknown_policy", text, "mode")
 
     def _require_known(self, event: PoolRule | PolicySet) -> None:
-        """Raise ApiError (404) for an unknown pool or policy. A canary or drain may end without its pool."""
+        """Raise ApiError (404) for an unknown pool or policy. A rule may end without its pool."""
         named: list[tuple[str, str, Role | None]] = []
         match event:
             case PoolRoutingConfigured():
                 for at, grid in enumerate(event.routing.grids):
                     named += [(f"grids[{at}].pools", one.pool, grid.role) for one in grid.pools]
-            case PoolCanarySet(base=str(base)) if base:
-                named = [("pool", event.pool, None), ("base", base, None)]
             case PolicySet():
                 self._require_policy(event.mode)
                 named = [("pool", event.pool, None)]
-            case PoolDrainSet(drained=True):
+            case _ if not event.ends:
                 named = [("pool", event.pool, None)]
+                if isinstance(event, PoolCanarySet):
+                    named.append(("base", event.base, None))
         pools = self._pools_of(event.model)
         for param, name, role in named:
             known = [pool.pool for pool in pools if role in (None, pool.role)]

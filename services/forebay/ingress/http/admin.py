@@ -6,7 +6,7 @@ with the settings or rules after it, once it is on the log.
 
 import hmac
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -129,15 +129,7 @@ class DisaggregationBody(PoolBody):
 
 
 RuleBody = PoolRoutingBody | PoolCanaryBody | PoolDrainBody | PoolPolicyBody
-BODIES = (
-    *COMMAND_BODIES,
-    BusyThresholdBody,
-    DisaggregationBody,
-    PoolRoutingBody,
-    PoolCanaryBody,
-    PoolDrainBody,
-    PoolPolicyBody,
-)
+BODIES = (*COMMAND_BODIES, BusyThresholdBody, DisaggregationBody, *get_args(RuleBody))
 
 
 def add_admin(app: FastAPI, models: ServedModels) -> None:

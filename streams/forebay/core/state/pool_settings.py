@@ -4,7 +4,7 @@ All of them follow from the topic `control` alone. An operator's change of a poo
 or until the pool is configured again. The rules for the choice of pools are not reset by a configuration.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
@@ -37,6 +37,11 @@ NO_ROUTING = PoolRouting()
 BUILT_IN_MODES: frozenset[str] = frozenset(get_args(RouterMode))
 NoEffect = Literal["unknown_model", "unknown_pool", "policy_not_allowed"]
 AnyRule = TypeVar("AnyRule", bound=PoolRule)
+RULES: dict[type[PoolRule], str] = {  # the field of a snapshot that has the rules of each type
+    get_args(field.type)[0]: field.name
+    for field in msgspec.structs.fields(WorldState)
+    if set(get_args(field.type)) & set(get_args(PoolRule))
+}
 
 
 class PoolSettings:
@@ -56,9 +61,7 @@ class PoolSettings:
         self.busy: dict[str, BusyThresholds] = {}
         self.disagg: dict[str, DisaggConfig] = {}
         self.modes: dict[str, str] = {}
-        self._routing: dict[str, PoolRoutingConfigured] = {}
-        self._canaries: dict[tuple[str, str], PoolCanarySet] = {}
-        self._drains: dict[tuple[str, str], PoolDrainSet] = {}
+        self._rules: dict[type[Any], dict[tuple[str, str], Any]] = {kind: {} for kind in RULES}
 
     def apply(self, event: PoolSetting, allowed: Collection[str] | None = None) -> NoEffect | None:
         """Apply the next change, and return why it has no effect, or None if it has one.
@@ -78,16 +81,11 @@ class PoolSettings:
                 return self._unless_served(event.model)
             case PolicySet():
                 return self._set_mode(event, allowed)
-            case PoolRoutingConfigured():
-                self._routing[event.model] = event
-            case PoolCanarySet(base=""):
-                self._canaries.pop((event.model, event.pool), None)
-            case PoolCanarySet():
-                self._canaries[event.model, event.pool] = event
-            case PoolDrainSet(drained=True):
-                self._drains[event.model, event.pool] = event
             case _:
-                self._drains.pop((event.model, event.pool), None)
+                rules, key = self._rules[type(event)], _key(event)
+                rules.pop(key, None)
+                if not event.ends:
+                    rules[key] = event
         return None
 
     def reset_policies(self, allowed: Collection[str]) -> list[NoEffect]:
@@ -126,14 +124,11 @@ class PoolSettings:
         return self.disagg.get(pool.pool, pool.router.disagg)
 
     def has_rules(self, model: str) -> bool:
-        if model in self._routing:
-            return True
-        changed = self._canaries or self._drains  # usually empty, and every request asks
-        return bool(changed) and any(name == model for name, _ in (*self._canaries, *self._drains))
+        return any(name == model for rules in self._rules.values() for name, _ in rules)
 
     def routing_of(self, model: str) -> PoolRouting:
         """Return the grids of a model and whether its failed requests are retried in faster pools."""
-        found = self._routing.get(model)
+        found = self._of(PoolRoutingConfigured).get((model, ""))
         return NO_ROUTING if found is None else found.routing
 
     def retries(self, model: str) -> bool:
@@ -143,14 +138,14 @@ class PoolSettings:
         return next((grid for grid in self.routing_of(model).grids if grid.role == role), None)
 
     def canaries(self, model: str) -> list[PoolCanarySet]:
-        return [self._canaries[key] for key in sorted(self._canaries) if key[0] == model]
+        return [rule for key, rule in sorted(self._of(PoolCanarySet).items()) if key[0] == model]
 
     def canary(self, model: str, pool: str) -> PoolCanarySet | None:
         """Return how many requests a pool gets as a canary; None if it is no canary."""
-        return self._canaries.get((model, pool))
+        return self._of(PoolCanarySet).get((model, pool))
 
     def is_drained(self, model: str, pool: str) -> bool:
-        return (model, pool) in self._drains
+        return (model, pool) in self._rules[PoolDrainSet]
 
     def policies(self) -> tuple[str, ...]:
         """Return the custom policies of all pools, sorted."""
@@ -166,7 +161,7 @@ class PoolSettings:
             for name, pool in sorted(self.pools.items())
             if name in self.modes
         ]
-        events += self._rules()
+        events += self._all_rules()
         made = PoolSettings()
         for event in events:
             made.apply(event)
@@ -178,7 +173,7 @@ class PoolSettings:
 
         The digest of the world covers all other settings by `snapshot`.
         """
-        return sum(digest_of(_fields(event)) for event in self._rules()) & U64_MASK
+        return sum(digest_of(_fields(event)) for event in self._all_rules()) & U64_MASK
 
     def snapshot(self) -> dict[str, Any]:
         """Return the settings as fields of `WorldState`."""
@@ -187,22 +182,22 @@ class PoolSettings:
             "busy": tuple(PoolBusy(pool=name, thresholds=busy) for name, busy in sorted(self.busy.items())),
             "disagg": tuple(PoolDisagg(pool=name, disagg=disagg) for name, disagg in sorted(self.disagg.items())),
             "policies": tuple(PoolPolicy(pool=name, configured=mode) for name, mode in sorted(self.modes.items())),
-            "pool_routing": _by_key(self._routing),
-            "canaries": _by_key(self._canaries),
-            "drains": _by_key(self._drains),
+            **{name: tuple(rule for _, rule in sorted(self._rules[kind].items())) for kind, name in RULES.items()},
         }
 
     def restore(self, state: WorldState) -> None:
         """Apply the settings in a snapshot. There must be no settings before."""
-        events: tuple[PoolSetting, ...] = (*state.pools, *state.pool_routing, *state.canaries, *state.drains)
-        for event in events:
+        for event in (*state.pools, *(rule for name in RULES.values() for rule in getattr(state, name))):
             self.apply(event)
         self.busy |= {one.pool: one.thresholds for one in state.busy}
         self.disagg |= {one.pool: one.disagg for one in state.disagg}
         self.modes |= {one.pool: one.configured for one in state.policies}
 
-    def _rules(self) -> tuple[PoolRule, ...]:
-        return (*_by_key(self._routing), *_by_key(self._canaries), *_by_key(self._drains))
+    def _of(self, kind: type[AnyRule]) -> dict[tuple[str, str], AnyRule]:
+        return self._rules[kind]
+
+    def _all_rules(self) -> list[PoolRule]:
+        return [rule for rules in self._rules.values() for _, rule in sorted(rules.items())]
 
     def _pools_of(self, model: str, *roles: Role) -> list[str]:
         """Return the names of a model's pools that have one of `roles`, or any role if there are none."""
@@ -251,8 +246,8 @@ def is_allowed(mode: str, policies: Collection[str]) -> bool:
     return mode in BUILT_IN_MODES or mode in policies
 
 
-def _by_key(rules: Mapping[Any, AnyRule]) -> tuple[AnyRule, ...]:
-    return tuple(rules[key] for key in sorted(rules))
+def _key(rule: PoolRule) -> tuple[str, str]:
+    return rule.model, "" if isinstance(rule, PoolRoutingConfigured) else rule.pool
 
 
 def _fields(event: PoolRule) -> Any:
