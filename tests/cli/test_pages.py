@@ -15,6 +15,7 @@ import pytest
 from forebay.cli.policies.allowed import require_policy
 from tests.cli.cookbook import PAGE, Recipe, folder_of, recipes, run
 from tests.cli.up import running
+from tests.command_line import commands, options
 from tests.harness.local import free_ports
 
 pytestmark = pytest.mark.timeout(600)
@@ -54,6 +55,27 @@ def test_a_named_module_or_member_exists(name: str) -> None:
     except ModuleNotFoundError:
         module, _, member = name.rpartition(".")
         assert hasattr(import_module(module), member)
+
+
+COMMANDS = {
+    path: {name for one in options(command) for name in (*one.opts, *one.secondary_opts)}
+    for path, command in commands()
+}
+PLANNED = ("topics", "sizes")  # the example of docs/extending.md
+
+
+def test_every_command_and_option_in_the_docs_exists() -> None:
+    pages = [page.read_text() for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")) if page.stem != "CHANGELOG"]
+    text = re.sub(r"\\\n *", " ", "\n".join(pages))
+    lines = "\n".join(re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)).splitlines()
+    lines += re.findall(r"`(forebay\s[^`]+)`", text)
+    found = [line for one in lines if (line := re.match(r"(?:\.venv/bin/)?forebay\s+([a-z][^#;&>|]*)", one))]
+    assert len(found) > 300
+    for words in (one[1].split() for one in found):
+        path = tuple(words[: 1 if (words[0],) in COMMANDS else 2])
+        assert path == PLANNED or any(path == one[: len(path)] for one in COMMANDS), words
+        named = {word for word in words if re.match("--[a-z]", word)}
+        assert named <= {"--help", "--help-all", *COMMANDS.get(path, ())}, words
 
 
 @pytest.mark.parametrize("path", FILES)
