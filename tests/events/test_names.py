@@ -130,7 +130,7 @@ WORKERS = ("mock-0", "mock-1", "mock-2", "mock-3")
             "unknown thing 'queue.xclasses'; did you mean queue.classes?",
         ),
         ("x", (), "unknown thing 'x'; there are no things"),
-        ("x", [f"setting-{number}" for number in range(41)], "unknown thing 'x'; none of the 41 things is similar"),
+        ("x", [f"setting-{number}" for number in range(61)], "unknown thing 'x'; none of the 61 things is similar"),
         ("x" * 257, ("x" * 256,), f"unknown thing '{'x' * 64}'...; things are: {'x' * 256}"),
     ],
 )

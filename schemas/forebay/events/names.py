@@ -20,7 +20,7 @@ SHOWN_CHARS_MAX = 64  # characters of an invalid name that a message shows
 TOPIC_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 NEAR_MAX = 3  # suggestions for one unknown name
 CLOSE = 0.7  # similarity of a suggestion, from 0 to 1
-LISTED_MAX = 40  # known names in an error without a suggestion, enough for the fields of a configuration
+LISTED_MAX = 60  # known names in an error without a suggestion, more than a configuration has fields
 WORK = "work"  # `<namespace>.work.<pool>` would also be a topic of the namespace `<namespace>.work`
 
 
