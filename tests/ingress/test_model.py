@@ -86,6 +86,7 @@ def test_a_model_without_template_rejects_chats(tmp_path: Path) -> None:
         ("tokenizer.json", "{}", "not a valid tokenizer"),
         ("config.json", "{", "not valid JSON"),
         ("config.json", "[]", "not a JSON object"),
+        ("config.json", f'{{"dtype": "{"x" * 257}"}}', r"not a valid model card .* length <= 256 - at `\$\.dtype`"),
         ("chat_template.jinja", "{% for %}", "does not compile"),
     ],
 )

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel, DecodeStream
 
@@ -314,12 +315,16 @@ def card_of(directory: Path, files: tuple[ModelFile, ...] = ()) -> ModelCard:
     """Return the model card of a directory with these files. Raises InvalidModel if a file is not valid."""
     config = read_json(directory / "config.json")
     dtype = config.get("dtype", config.get("torch_dtype"))
-    return ModelCard(
-        files=files,
-        context_tokens=_context_tokens(directory),
-        dtype=dtype if isinstance(dtype, str) else "",
-        revision=directory.name if directory.parent.name == "snapshots" else "",  # in the cache of the Hub
-    )
+    found = {
+        "files": files,
+        "context_tokens": _context_tokens(directory),
+        "dtype": dtype if isinstance(dtype, str) else "",
+        "revision": directory.name if directory.parent.name == "snapshots" else "",  # in the cache of the Hub
+    }
+    try:
+        return msgspec.convert(found, ModelCard)  # the class itself does not check limits, which a reader does
+    except msgspec.ValidationError as error:
+        raise InvalidModel(f"{directory}: not a valid model card ({error})") from error
 
 
 def _context_tokens(directory: Path) -> int:
