@@ -47,7 +47,6 @@ _STEP = "streams/forebay/core/step.py"
 _DISPATCH = "streams/forebay/core/dispatch.py"
 _REDERIVE = "streams/forebay/core/rederive.py"
 _EFFECTS = "streams/forebay/live/owner/effects.py"
-_VERSIONS = "schemas/forebay/events/versions.py"
 _PROGRESS = "schemas/forebay/events/progress.py"
 _OUTBOX = "services/forebay/workers/runtime/outbox.py"
 
@@ -113,7 +112,6 @@ JournalRecord = (
     ),
 )
 _WORKER_TAG = (
-    Replacement(_VERSIONS, f"\nEVENTS_VERSION = {EVENTS_VERSION}  #", f"\nEVENTS_VERSION = {EVENTS_VERSION + 1}  #"),
     Replacement(
         _PROGRESS,
         "\n\nStageEnd = ",

@@ -6,9 +6,12 @@ that this owner does not know would have no effect. Each event type therefore na
 type that older owners do not know checks `may_write` first. The newest claim counts, also after a rollback.
 """
 
-from forebay.events.base import Event
+from typing import get_args
 
-EVENTS_VERSION = 1  # highest `SINCE` of all event types: raise it with each new tag
+from forebay.events.base import Event
+from forebay.events.topics import INPUTS
+
+EVENTS_VERSION: int = max(kind.SINCE for topic in INPUTS for kind in get_args(topic.events))  # that an owner can read
 
 
 def may_write(kind: type[Event], owner_events: int) -> bool:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import assert_never
 
 from forebay.core.phases import ON_WORKER, Phase
 from forebay.core.scaling.tracked_request import Latency, Place, PoolTally, TrackedRequest
@@ -359,11 +358,8 @@ class GroupObservation:
             case RequestFinished():
                 self._grow(request, event.worker_id, event.output_tokens)
                 request.output_tokens = min(event.output_tokens, request.output_max)
-                self._end(request)
-            case RequestFailed():
-                self._end(request)
-            case _:
-                assert_never(event)
+        if isinstance(event, RequestFinished | RequestFailed):
+            self._end(request)
         self._update(event.request_id, request)
 
     def _grow(self, request: TrackedRequest, worker_id: str, output_tokens: int) -> None:
