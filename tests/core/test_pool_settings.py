@@ -53,7 +53,8 @@ class Grown(PoolDrainSet, frozen=True, kw_only=True):
     late: int = 0
 
 
-def test_a_setting_that_was_added_changes_a_digest_only_if_it_is_set() -> None:
+def test_a_setting_that_was_added_changes_a_digest_only_if_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, Grown, "drains")
     for changes, fields in (({}, ()), ({"late": 2}, [("late", 2)]), ({"late": 2, "operator": "o"}, ["o", ("late", 2)])):
         settings = PoolSettings()
         settings.apply(Grown(model="m", pool="a", drained=True, **changes))
