@@ -183,6 +183,16 @@ async def test_nothing_is_changed_while_no_router_has_placed_the_model() -> None
         assert appended(scene, 0) == []
 
 
+async def test_a_change_that_the_owner_cannot_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PoolDrainSet, "SINCE", 2)
+    path, body = CHANGES[2]
+    async with with_pools(*LISTED) as scene:
+        assert error(await scene.client.post(path, json={"model": NAME, **body})) == (503, "router_outdated")
+        assert appended(scene, 3) == []
+        scene.group.pools.owner_events = lambda: 2
+        await post(scene, path, **body)
+
+
 async def test_a_log_that_cannot_be_written_is_a_503_and_is_still_read() -> None:
     async with with_pools(*LISTED, disagg()) as scene:
         scene.log.append_soon([Draft(CONTROL.name, 0, b"\xff")])

@@ -96,6 +96,7 @@ class GroupClient:
         self.full = FullPool(lambda: len(self.replies)) if full is None else full
         self.pools = PoolConfigurator(log, ready.partition, self.metrics.undecodable.inc)
         self.pools.allowed_policies = self._allowed_policies
+        self.pools.owner_events = lambda: 1 if (owner := ready.presence.owner) is None else owner.events_version
         self.commands = CommandClient(log, self.replies, name, settings.reply_slot, self.require_owner)
         self.adapters = Adapters(log, self.commands, name, settings.loras, ready.partition)
 

@@ -29,6 +29,7 @@ from forebay.events.control import (
 from forebay.events.names import unknown_name
 from forebay.events.pools import PoolCanarySet, PoolRouting, PoolRoutingConfigured, PoolRule
 from forebay.events.topics import CONTROL
+from forebay.events.versions import may_write
 from forebay.ingress.errors import ApiError, no_router
 from forebay.transport.base import Draft, Log, LogError
 
@@ -48,7 +49,8 @@ class ListedPool:
 class PoolConfigurator:
     """Reads the configuration of the pools of one group from the topic `control`, and appends changes to it.
 
-    `allowed_policies` returns the custom policies that the owner may run; None while there is no owner.
+    `allowed_policies` returns the custom policies that the owner may run; None while there is no owner. `owner_events`
+    returns the version of the event types that it can read; 1 while there is no owner.
     """
 
     def __init__(self, log: Log, find_partition: Callable[[], int | None], on_undecodable: Callable[[], None]) -> None:
@@ -56,6 +58,7 @@ class PoolConfigurator:
         self._find_partition = find_partition
         self._on_undecodable = on_undecodable
         self.allowed_policies: Callable[[], Collection[str] | None] = lambda: None
+        self.owner_events: Callable[[], int] = lambda: 1
         self._position = 0
         self._settings = PoolSettings()
         self._block_sizes: dict[str, int] = {}
@@ -145,8 +148,12 @@ class PoolConfigurator:
             raise no_router(model)
         async with self._lock:
             await self._catch_up(partition)
+            made = event()
+            if not may_write(type(made), self.owner_events()):
+                text = f"the router of {model} is of an earlier version, which ignores this change; upgrade all routers"
+                raise ApiError(503, "router_outdated", text)
             try:
-                await self._log.append([Draft(CONTROL.name, partition, encode(CONTROL, event()))])
+                await self._log.append([Draft(CONTROL.name, partition, encode(CONTROL, made))])
             except LogError as error:
                 raise _unavailable(error) from error
 

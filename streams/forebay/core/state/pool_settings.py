@@ -128,7 +128,7 @@ class PoolSettings:
 
     def routing_of(self, model: str) -> PoolRouting:
         """Return the grids of a model and whether its failed requests are retried in faster pools."""
-        found = self._of(PoolRoutingConfigured).get((model, ""))
+        found = self.rule(PoolRoutingConfigured, model)
         return NO_ROUTING if found is None else found.routing
 
     def retries(self, model: str) -> bool:
@@ -138,14 +138,18 @@ class PoolSettings:
         return next((grid for grid in self.routing_of(model).grids if grid.role == role), None)
 
     def canaries(self, model: str) -> list[PoolCanarySet]:
-        return [rule for key, rule in sorted(self._of(PoolCanarySet).items()) if key[0] == model]
+        return [rule for key, rule in sorted(self._rules[PoolCanarySet].items()) if key[0] == model]
 
     def canary(self, model: str, pool: str) -> PoolCanarySet | None:
         """Return how many requests a pool gets as a canary; None if it is no canary."""
-        return self._of(PoolCanarySet).get((model, pool))
+        return self.rule(PoolCanarySet, model, pool)
 
     def is_drained(self, model: str, pool: str) -> bool:
-        return (model, pool) in self._rules[PoolDrainSet]
+        return self.rule(PoolDrainSet, model, pool) is not None
+
+    def rule(self, kind: type[AnyRule], model: str, pool: str = "") -> AnyRule | None:
+        """Return the event of a type that is valid for a model, or for one of its pools; None if there is none."""
+        return self._rules[kind].get((model, pool))
 
     def policies(self) -> tuple[str, ...]:
         """Return the custom policies of all pools, sorted."""
@@ -192,9 +196,6 @@ class PoolSettings:
         self.busy |= {one.pool: one.thresholds for one in state.busy}
         self.disagg |= {one.pool: one.disagg for one in state.disagg}
         self.modes |= {one.pool: one.configured for one in state.policies}
-
-    def _of(self, kind: type[AnyRule]) -> dict[tuple[str, str], AnyRule]:
-        return self._rules[kind]
 
     def _all_rules(self) -> list[PoolRule]:
         return [rule for rules in self._rules.values() for _, rule in sorted(rules.items())]
