@@ -147,8 +147,8 @@ StageEnd = ''',
         "        drafts += progress\n        drafts += self._stage_ends",
         """        drafts += progress
         from forebay.events.progress import BatchMeasured
-        from forebay.events.versions import may_write
-        if batch.finished and may_write(BatchMeasured, self.owner_events):
+        from forebay.events import versions
+        if batch.finished and versions.may_write(BatchMeasured, self.owner_events):
             measured = BatchMeasured(worker_id=self._worker_id, finished=len(batch.finished))
             drafts.append(_draft(PROGRESS, self._partition, measured))
         drafts += self._stage_ends""",
