@@ -144,7 +144,8 @@ def step(world: World, topic: str, event: InputEvent | None, now_us: int) -> lis
 def replan(world: World) -> list[AnyDecision]:
     """Make the decisions that the changes since the last event allow: route requests again, and serve the queues."""
     decided = reroute(world, world.replanning) if world.replanning else []
-    decided += end_commands(world)
+    if world.commands.closed:
+        decided += end_commands(world)
     decided += drain_queues(world)
     world.replanning = None
     return decided

@@ -62,6 +62,7 @@ class PoolSettings:
         self.disagg: dict[str, DisaggConfig] = {}
         self.modes: dict[str, str] = {}
         self._rules: dict[type[Any], dict[tuple[str, str], Any]] = {kind: {} for kind in RULES}
+        self._ruled_models: frozenset[str] = frozenset()
 
     def apply(self, event: PoolSetting, allowed: Collection[str] | None = None) -> NoEffect | None:
         """Apply the next change, and return why it has no effect, or None if it has one.
@@ -86,6 +87,7 @@ class PoolSettings:
                 rules.pop(key, None)
                 if not event.ends:
                     rules[key] = event
+                self._ruled_models = frozenset(rule.model for rule in self._all_rules())
         return None
 
     def reset_policies(self, allowed: Collection[str]) -> list[NoEffect]:
@@ -124,7 +126,7 @@ class PoolSettings:
         return self.disagg.get(pool.pool, pool.router.disagg)
 
     def has_rules(self, model: str) -> bool:
-        return any(name == model for rules in self._rules.values() for name, _ in rules)
+        return model in self._ruled_models
 
     def routing_of(self, model: str) -> PoolRouting:
         """Return the grids of a model and whether its failed requests are retried in faster pools."""
