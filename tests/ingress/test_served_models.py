@@ -396,8 +396,11 @@ async def test_an_alias_names_a_model_and_can_be_moved(scene: Scene) -> None:
     assert cards == {"one": None, "two": None, "prod": "one"}
     await scene.alias("prod", "two")
     assert await scene.find("prod") is await scene.find("two")
+    await scene.alias("prod", "tow")
+    says = "the alias 'prod' names an unknown model 'tow'; models are: one, two"
+    await scene.fails("prod", 404, "model_not_found", says)
     await scene.alias("prod")
-    await scene.fails("prod", 404, "model_not_found", "'prod'")
+    await scene.fails("prod", 404, "model_not_found", "unknown model 'prod'")
 
 
 async def test_the_requests_of_an_alias_are_divided_by_weight(scene: Scene) -> None:

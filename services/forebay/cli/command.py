@@ -275,6 +275,7 @@ class ModelAliasCommand:
         str, Option(metavar="MODEL", help="Model for all requests while no worker of the others is ready.")
     ] = ""
     remove: Annotated[bool, Option("--remove", help="Remove the alias.")] = False
+    force: Annotated[bool, Option("--force", help="Set the alias although a model is unknown.")] = False
     operator: OperatorOption = ""
     kafka: KafkaOptions
 

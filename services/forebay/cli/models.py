@@ -3,7 +3,7 @@
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Iterator, Set
 from contextlib import asynccontextmanager
 
 import click
@@ -18,6 +18,7 @@ from forebay.cli.common.terminal import printable
 from forebay.events.models import TARGETS_MAX, WEIGHT_MAX, AliasSet, AliasTarget, ModelStored
 from forebay.events.names import unknown_name
 from forebay.processes.names import named
+from forebay.processes.notices import complain
 from forebay.transport.base import Log
 from forebay.transport.directory import Directory
 from forebay.transport.kafka.settings import KafkaSettings
@@ -115,7 +116,7 @@ def run_alias(options: ModelAliasCommand) -> None:
         )
         if len(event.targets) > TARGETS_MAX:
             fail(f"expected at most {TARGETS_MAX} models, got {len(event.targets)}")
-        asyncio.run(_set_alias(options.kafka.settings(), event))
+        asyncio.run(_set_alias(options.kafka.settings(), event, force=options.force))
     click.echo(f"alias {printable(options.name)}: {_described(event) if options.targets else 'removed'}")
 
 
@@ -139,9 +140,28 @@ def _described(alias: AliasSet) -> str:
     return shares + (f", fallback {printable(alias.fallback)}" if alias.fallback else "")
 
 
-async def _set_alias(settings: KafkaSettings, event: AliasSet) -> None:
-    async with _opened(settings) as (_, store):
+async def _set_alias(settings: KafkaSettings, event: AliasSet, *, force: bool) -> None:
+    async with _opened(settings) as (log, store):
+        directory = Directory(log)
+        await directory.start()
+        directory.close()
+        known = {*directory.groups.partitions, *(stored.model for stored in store.cards.values())}
+        for problem in _alias_problems(event, known, store.aliases):
+            if not force:
+                fail(f"{problem}; --force sets the alias nevertheless")
+            complain(f"warning: {problem}")
         await store.set_alias(event)
+
+
+def _alias_problems(event: AliasSet, known: Set[str], aliases: Collection[str]) -> Iterator[str]:
+    """Yield why requests for an alias would fail or ignore the alias. `known` has the models of the namespace."""
+    if event.targets and event.alias in known:
+        yield f"{event.alias} is the name of a model, so requests for it never use the alias"
+    for name in dict.fromkeys((*(target.model for target in event.targets), *filter(None, [event.fallback]))):
+        if name not in known and (name in aliases or name == event.alias):
+            yield f"{name} is an alias, and an alias must name models"
+        elif name not in known:
+            yield unknown_name("model", name, sorted(known))
 
 
 async def _list(settings: KafkaSettings) -> tuple[list[tuple[str, ModelStored]], list[AliasSet]]:

@@ -197,8 +197,10 @@ class ServedModels:
                 name = self._target(alias, request_id)
             entry = self._entries.get(name) or await self._with_adapter(name)
             if entry is None:
-                names = [card["id"] for card in await self.cards()]
-                raise ApiError(404, "model_not_found", unknown_name("model", name, names), "model")
+                text = unknown_name("model", name, [card["id"] for card in await self.cards()])
+                if alias is not None:
+                    text = f"the alias {alias.alias!r} names an {text}"
+                raise ApiError(404, "model_not_found", text, "model")
         loaded = await self._load(entry)
         if entry is not self._only:  # whose owner was required before the body of the request was read
             entry.group.require_owner()
