@@ -23,6 +23,7 @@ from forebay.transport.kafka.writer import BATCH_BYTES_MAX, RECORD_BYTES_MAX
 from infra.kafka.kafka import Broker
 from tests.cli.up import forebay
 from tests.harness.brokers import StoppableBroker
+from tests.harness.local import free_ports
 from tests.integration.parts import SASL
 
 PLAN = TopicPlan(groups=2, slots=2, replies=2, kafka_api=2)
@@ -360,9 +361,12 @@ async def test_an_upgrade_adds_missing_topics_like_the_existing_ones(settings: K
     assert (await asyncio.to_thread(forebay, *run)).stdout == "this version needs no further topics\n"
 
 
-async def test_an_upgrade_of_an_empty_namespace_is_refused(kafka: str, namespace: str) -> None:
-    with pytest.raises(KafkaUnusable, match="run `forebay topics create`"):
-        await plan_of(KafkaSettings(kafka, namespace))
+@pytest.mark.parametrize("command", ["topics create --upgrade", "worker", "router", "ingress", "topics list --lag"])
+async def test_an_empty_namespace_is_refused_at_once(command: str, kafka: str, namespace: str) -> None:
+    port = ("--port", str(free_ports(1))) if command == "ingress" else ()
+    ended = await asyncio.to_thread(forebay, *command.split(), *port, "--kafka", kafka, "--namespace", namespace)
+    text = f"{kafka} has no topics of the namespace {namespace}; run `forebay topics create`, or check --namespace"
+    assert (ended.returncode, ended.stderr.splitlines()[0]) == (2, f"forebay: {text}")
 
 
 async def test_topics_read_from_their_beginning_have_unlimited_retention(settings: KafkaSettings, kafka: str) -> None:

@@ -33,7 +33,6 @@ from forebay.processes.shutdown import STOP_S, stop_notice
 from forebay.runtime.errors import ConfigError
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import OWNER_SILENT_S, HeartbeatMetrics
-from forebay.transport.kafka.topics import count_topics
 from forebay.transport.models import ModelStore
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
 
@@ -113,10 +112,9 @@ async def _serve(
 ) -> None:
     cluster, endpoint, drain_s = process.cluster, process.endpoint, process.drain_s
     registry = process_registry()
-    counts = await count_topics(cluster.kafka)
-    slot = xxh3_64_intdigest(process.ingress.ingress_id.encode()) % counts.replies
-    settings = replace(process.ingress, reply_slot=slot, incarnation=runtime.random_id())
-    async with connected(cluster, registry) as log:
+    async with connected(cluster, registry) as (log, counts):
+        slot = xxh3_64_intdigest(process.ingress.ingress_id.encode()) % counts.replies
+        settings = replace(process.ingress, reply_slot=slot, incarnation=runtime.random_id())
         directory, store = Directory(log), ModelStore(log)
         await directory.start()
         if model is None:

@@ -12,7 +12,6 @@ from forebay.planner.simulation import PoolEngine, simulator
 from forebay.processes.metrics_server import process_registry
 from forebay.processes.notices import announce
 from forebay.processes.service import Cluster, connected, until_signal
-from forebay.transport.kafka.topics import count_topics
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +27,8 @@ class PlannerProcessSettings:
 async def run(process: PlannerProcessSettings) -> None:
     """Plan, or stand by, until SIGINT or SIGTERM."""
     cluster, name, settings = process.cluster, process.planner_id, process.planner
-    await count_topics(cluster.kafka)  # reports a missing topic, for which the client would wait
     registry = process_registry()
-    async with connected(cluster, registry) as log:
+    async with connected(cluster, registry) as (log, _):
         observer = PoolObserver(log, settings.pools)
         simulate = simulator(settings, process.engines) if settings.method == "simulate" else None
         planner = Planner(log, name, settings, observer, predictor(settings.predictor), simulate)

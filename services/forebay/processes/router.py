@@ -20,7 +20,6 @@ from forebay.transport.base import LogError, LogUnavailable
 from forebay.transport.directory import Directory
 from forebay.transport.kafka.errors import explain, is_transient
 from forebay.transport.kafka.settings import KafkaSettings
-from forebay.transport.kafka.topics import count_topics
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +61,6 @@ async def started(settings: RouterProcessSettings, feed: Feed, assignments: Assi
     Its metrics and its probe are served while the body runs. Raises LogError if Kafka lacks a topic.
     """
     cluster = settings.cluster
-    counts = await count_topics(cluster.kafka)
-    slots_max = min(counts.pools.values(), default=0)
-    sized = msgspec.structs.replace(settings.router, partitions=counts.groups, slots_max=slots_max)
     registry = process_registry()
     routers: list[Router] = []
 
@@ -72,13 +68,15 @@ async def started(settings: RouterProcessSettings, feed: Feed, assignments: Assi
         return ready(routers[0]) if routers else (False, "the router starts")
 
     def on_owned(group: str, epoch: int) -> None:
-        announce(f"router {sized.router_id} owns {group} since offset {epoch}")
+        announce(f"router {settings.router.router_id} owns {group} since offset {epoch}")
 
     def assign(partitions: set[int]) -> None:
         feed.assign(partitions)
         router.assign(partitions)
 
-    async with connected(cluster, registry, {"/ready": probe}) as kafka_log:
+    async with connected(cluster, registry, {"/ready": probe}) as (kafka_log, counts):
+        slots_max = min(counts.pools.values(), default=0)
+        sized = msgspec.structs.replace(settings.router, partitions=counts.groups, slots_max=slots_max)
         log = FaustLog(kafka_log, feed, [topic.name for topic in STATE_TOPICS])
         directory = Directory(log)
         await directory.start()

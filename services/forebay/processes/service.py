@@ -27,6 +27,7 @@ from forebay.runtime.errors import cause_of, prefixed
 from forebay.transport.base import LogError
 from forebay.transport.kafka.log import FLUSH_S, KafkaLog, KafkaMetrics
 from forebay.transport.kafka.settings import KafkaSettings
+from forebay.transport.kafka.topics import TopicCounts, count_topics
 from forebay.transport.redis.leases import LeaseKind, RedisLeases
 
 REDIS_TIMEOUT_S = 0.5  # a renewal that hangs is retried long before the lease expires
@@ -57,11 +58,13 @@ def leases_at(url: str, namespace: str, kind: LeaseKind = "worker") -> RedisLeas
 @asynccontextmanager
 async def connected(
     cluster: Cluster, registry: CollectorRegistry, probes: Mapping[str, Probe] | None = None
-) -> AsyncIterator[KafkaLog]:
+) -> AsyncIterator[tuple[KafkaLog, TopicCounts]]:
     """Open the log of a service, and serve its metrics and probes while the body runs.
 
-    Raises LogError if the log cannot be opened, or if it failed while the body ran; the failure cancels the body.
+    Raises LogError if a topic is missing, the log cannot be opened, or it failed while the body ran. Such a failure
+    cancels the body.
     """
+    counts = await count_topics(cluster.kafka)  # a client of Kafka would wait for a missing topic
     log = await KafkaLog.open(cluster.kafka)
     whole = asyncio.current_task()
     assert whole is not None
@@ -73,7 +76,7 @@ async def connected(
     try:
         KafkaMetrics(log, registry)
         with metrics_served(cluster.metrics_host, cluster.metrics_port, registry, probes):
-            yield log
+            yield log, counts
     except asyncio.CancelledError:
         if log.failure is None:
             raise

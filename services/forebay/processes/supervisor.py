@@ -14,7 +14,6 @@ from forebay.planner.actuators.worker_directory import WorkerDirectory
 from forebay.processes.metrics_server import process_registry
 from forebay.processes.notices import announce
 from forebay.processes.service import Cluster, connected, until_signal
-from forebay.transport.kafka.topics import count_topics
 
 if TYPE_CHECKING:  # imports the client of Kubernetes, an extra
     from forebay.planner.actuators.kubernetes import KubernetesActuator
@@ -60,9 +59,8 @@ async def run(process: SupervisorSettings) -> None:
 
 
 async def _execute(cluster: Cluster, actuator: "ProcessActuator | KubernetesActuator") -> None:
-    await count_topics(cluster.kafka)  # reports a missing topic, for which the client would wait
     registry = process_registry()
-    async with connected(cluster, registry) as log:
+    async with connected(cluster, registry) as (log, _):
         pools = ", ".join(sorted(f"{group}/{pool}" for group, pool in actuator.pools))
         announce(f"supervisor executes decisions about {pools} with {actuator.name}")
         service = ActuatorService(log, actuator)

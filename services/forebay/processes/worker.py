@@ -159,7 +159,7 @@ async def run(settings: WorkerSettings) -> None:
         attached = [Attachment(None, spec.worker_id, (own, spec, engine.settings.model))]
     registry = process_registry()
     probes = {path: _combined(attached, path) for path in ("/ready", "/live")}
-    async with connected(cluster, registry, probes) as log:
+    async with connected(cluster, registry, probes) as (log, _):
         keeper = LeaseKeeper(leases_at(cluster.redis_url, cluster.kafka.namespace), ttl_s=settings.lease_ttl_s)
         keeper.start()
         fleet = AttachedWorkers(settings, log, keeper, attached, registry)

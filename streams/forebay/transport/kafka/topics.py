@@ -110,7 +110,7 @@ async def plan_of(settings: KafkaSettings) -> TopicPlan:
     partitions, replicas = await _described(settings)
     control = [partitions[topic.name] for topic in CONTROL_TOPICS if topic.name in partitions]
     if not control:
-        raise KafkaUnusable(f"{settings.bootstrap} has no topics of {settings.topic('')}*; run `forebay topics create`")
+        raise _without_topics(settings)
     _require_equal(settings, partitions, [topic.name for topic in CONTROL_TOPICS if topic.name in partitions])
     default, work = TopicPlan(), work_topic("").name
     return TopicPlan(
@@ -151,9 +151,10 @@ async def count_topics(settings: KafkaSettings) -> TopicCounts:
     partitions = await partitions_of(settings)
     missing = [topic.name for topic in FIXED_TOPICS if topic.name not in partitions]
     if missing:
+        if len(missing) == len(FIXED_TOPICS):
+            raise _without_topics(settings)
         names = ", ".join(settings.topic(name) for name in missing)
-        command = "create" if len(missing) == len(FIXED_TOPICS) else "create --upgrade"
-        raise KafkaUnusable(f"{settings.bootstrap} has no topic {names}; run `forebay topics {command}`")
+        raise KafkaUnusable(f"{settings.bootstrap} has no topic {names}; run `forebay topics create --upgrade`")
     _require_equal(settings, partitions, [topic.name for topic in CONTROL_TOPICS])
     if partitions[GROUPS.name] != 1:
         raise KafkaUnusable(f"{settings.topic(GROUPS.name)} has {partitions[GROUPS.name]} partitions; it must have 1")
@@ -164,6 +165,11 @@ async def count_topics(settings: KafkaSettings) -> TopicCounts:
         kafka_api=partitions[OPENAI_REQUESTS.name],
         pools={name.removeprefix(work): count for name, count in partitions.items() if name.startswith(work)},
     )
+
+
+def _without_topics(settings: KafkaSettings) -> KafkaUnusable:
+    text = f"{settings.bootstrap} has no topics of the namespace {settings.namespace}"
+    return KafkaUnusable(f"{text}; run `forebay topics create`, or check --namespace")
 
 
 def _require_equal(settings: KafkaSettings, partitions: dict[str, int], names: list[str]) -> None:
