@@ -8,7 +8,7 @@ from forebay.events.codec import encode
 from forebay.events.decisions import JournalRecord, OwnerClaimed
 from forebay.events.topics import DECISIONS, topic_named
 from forebay.events.versions import EVENTS_VERSION
-from forebay.replay.read_only import ReadOnlyLog
+from forebay.replay.anonymize.anonymize import ReadOnlyLog
 from forebay.transport.base import Draft, Record
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import Driver

@@ -24,8 +24,7 @@ from forebay.events.decisions import OwnerClaimed, RequestAborted, RequestReject
 from forebay.events.requests import RequestSubmitted, RoutingHints
 from forebay.events.topics import DECISIONS, REQUESTS, Topic
 from forebay.events.versions import EVENTS_VERSION
-from forebay.replay.anonymize.anonymize import Anonymized, NotAnonymizable, record_anonymized
-from forebay.replay.read_only import SliceLog
+from forebay.replay.anonymize.anonymize import Anonymized, NotAnonymizable, SliceLog, record_anonymized
 from forebay.replay.record.slice import Window, contents_of, slice_of
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft, LogError

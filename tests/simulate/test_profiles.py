@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 from forebay.engine_model.timing import LinearTiming, MockerTiming, RooflineTiming, StepWork
 from forebay.events.scaling import DecodePoint, PrefillPoint
 from forebay.runtime.errors import ConfigError
-from forebay.simulate.profiles.fitting import COSTS, REQUESTS_MIN, EngineRun, FitImpossible, TimedRequest, amounts, fit
-from forebay.simulate.profiles.measured import fit_measured
+from forebay.simulate.profiles.fitting import (
+    COSTS,
+    REQUESTS_MIN,
+    EngineRun,
+    FitImpossible,
+    TimedRequest,
+    amounts,
+    fit,
+    fit_measured,
+)
 from forebay.simulate.profiles.profile import EngineSizes, Profile, load_profile, write_linear
 from forebay.simulate.profiles.sheets import Transformer, gpu_sheet, read_transformer
 from tests.simulate.engine_runs import TRUTH, WORK_US, Jittered, ModelledRun, engine_run, spec, with_observed_times

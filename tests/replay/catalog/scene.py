@@ -15,13 +15,13 @@ from forebay.events.decisions import JournalRecord
 from forebay.events.topics import DECISIONS, INPUTS
 from forebay.journal.reader import JournalReader, Step, read_whole
 from forebay.journal.records import decode_or_none
+from forebay.replay.anonymize.anonymize import ReadOnlyLog
 from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog.contents import ContentsObserver
 from forebay.replay.catalog.follow import Follower
 from forebay.replay.catalog.mentions import MentionTable
 from forebay.replay.catalog.observer import CatalogObserver
 from forebay.replay.catalog.store import SIZE_MAX, Store
-from forebay.replay.read_only import ReadOnlyLog
 from forebay.runtime.system import SystemRuntime
 from forebay.transport.base import Log, LogError, Record, records_of
 from tests.logs import recordings

@@ -9,7 +9,7 @@ from forebay.processes.notices import complain
 from forebay.simulate.profiles.profile import Profile, write_linear
 
 
-def write_profile(profile: Profile, notes: str, out: Path | None) -> None:
+def write_fitted_profile(profile: Profile, notes: str, out: Path | None) -> None:
     """Write a profile with notes to a file, or to stdout if `out` is None. The notes also go to stderr."""
     complain(notes)
     text = write_linear(profile, notes)

@@ -9,12 +9,14 @@ from typing import Any
 import httpx
 import msgspec
 import uvloop
+from rich.table import Table
 
 from forebay.cli.common.credentials import client_headers
+from forebay.cli.common.engine_profile import write_fitted_profile
 from forebay.cli.common.errors import BROKEN, explained, fail
 from forebay.cli.common.extras import require_extra
 from forebay.cli.common.failures import advice, status_failure
-from forebay.cli.common.tables import counting_bar
+from forebay.cli.common.tables import counting_bar, results, table
 from forebay.cli.profiler.command import CONCURRENCY_MAX, NUMBER, TOKENS_MAX, VALUES_MAX, ProfileRunCommand
 from forebay.cli.profiler.measure import (
     MeasurementFailed,
@@ -24,7 +26,6 @@ from forebay.cli.profiler.measure import (
     measure_point,
     random_prompts,
 )
-from forebay.cli.profiler.outputs import show, write_engine_profile
 from forebay.cli.profiler.profile_file import (
     GridPoint,
     LeftOut,
@@ -37,6 +38,7 @@ from forebay.cli.profiler.profile_file import (
 from forebay.events.names import unknown_name
 from forebay.processes.notices import complain
 from forebay.runtime.errors import ConfigError
+from forebay.simulate.profiles.profile import EngineSizes, Profile
 
 REQUEST_TIMEOUT_S = 10.0  # of a request about the system
 TRIAL_TOKENS = 16
@@ -199,3 +201,42 @@ def _get(client: httpx.Client, url: str) -> Any:
         return msgspec.json.decode(response.content)
     except msgspec.DecodeError:
         raise ConfigError(f"{url}: the response is not JSON; check --url") from None
+
+
+def show(profile: MeasuredProfile) -> None:
+    """Print the measured points as tables, and the points that were left out."""
+    console = results()
+    if profile.prefill:
+        console.print(_table("prefill", ("isl", "ttft_ms", "tokens_per_s"), profile))
+    if profile.decode:
+        console.print(_table("decode", ("context", "concurrency", "itl_ms", "tokens_per_s"), profile))
+    for one in profile.left_out:
+        console.print(f"left out: {one.point}: {one.reason}", markup=False)
+
+
+def write_engine_profile(profile: MeasuredProfile, batched_tokens: int, out: Path) -> None:
+    """Fit an engine profile to the points and write it. Raises ConfigError if there are too few points."""
+    from forebay.simulate.profiles.fitting import fit_measured  # noqa: PLC0415 - an extra, which takes 1 s to import
+
+    found = fit_measured(profile.prefill, profile.decode, batched_tokens)
+    name = profile.settings.worker or profile.settings.model
+    errors = (f"{stage} {p50:.1%} / {p90:.1%}" for stage, (p50, p90) in zip(("TTFT", "ITL"), found[2:], strict=True))
+    write_fitted_profile(
+        Profile(
+            timing=found.timing,
+            sizes=EngineSizes(max_num_batched_tokens=batched_tokens),
+            name=f"{name}, measured",
+            source="forebay profile run",
+            work_us=found.work_us,
+        ),
+        f"relative errors against the measured points, p50 / p90: {', '.join(errors)}",
+        out,
+    )
+
+
+def _table(stage: str, columns: tuple[str, ...], profile: MeasuredProfile) -> Table:
+    shown = table(stage, columns, left=0)
+    for point in getattr(profile, stage):
+        values = (getattr(point, column) for column in columns)
+        shown.add_row(*(f"{value:,.2f}" if isinstance(value, float) else f"{value:,}" for value in values))
+    return shown
