@@ -22,9 +22,9 @@ import uvloop
 from forebay.events.transfer import LEASE_US_MAX, Prefilled
 from forebay.workers.kv_transfer.api import NIXL, Offer
 from forebay.workers.kv_transfer.descriptor import BlockLocation, decode_location, slots_of
-from forebay.workers.kv_transfer.memory import Arena
+from forebay.workers.kv_transfer.memory import READS_MAX, Arena
 from forebay.workers.kv_transfer.nixl_agent import open_agent
-from forebay.workers.kv_transfer.nixl_thread import LocalAgent, Peers
+from forebay.workers.kv_transfer.nixl_thread import LocalAgent
 from forebay.workers.kv_transfer.transport import KvTransport, open_transport
 
 CASES = ((16 << 10, 1000), (64 << 10, 256), (1 << 20, 16), (16 << 10, 16), (64 << 10, 2048), (1 << 20, 128))
@@ -95,10 +95,8 @@ class Raw:
     def __init__(self, block_bytes: int, blocks: int, place: BlockLocation) -> None:
         self.agent = open_agent("raw@1")
         self.arena = Arena(2 * blocks, block_bytes)
-        self.agent.register_memory([(self.arena.address, self.arena.bytes, 0, "")], mem_type="DRAM")
-        self.here = LocalAgent(self.agent, self.arena)
-        self.peers = Peers(self.agent, "raw@1")
-        self.peer = self.peers.of(place)
+        self.here = LocalAgent(self.agent, "raw@1", self.arena, list(range(READS_MAX)))
+        self.peer = self.here.peers.of(place)
         self.theirs = slots_of(place)
         self.ours = self.arena.slots_of(self.arena.numbers(scattered(blocks, SEED + 1)))
 

@@ -1,9 +1,12 @@
 """KV transfers by NIXL: content, freed offers and bounds; dead, hung and late holders and readers."""
 
 import asyncio
+import contextlib
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -274,6 +277,35 @@ async def test_nixl_timeout_in_the_queue_does_not_silence_the_holder(monkeypatch
         assert (reader.stats.quarantined_blocks, reader.stats.waiting) == (0, 0)
         await reader.fetch(prefilled(holder, "c", [3]), 0, [0])
         assert have(reader, [0], [3], seed=2)
+
+
+async def test_nixl_hung_connection_is_replaced_while_the_holder_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, hangs = nixl_thread.transfer, threading.Event()
+    hung: list[object] = []
+
+    def transfer(agent: Any, *lists: Any) -> Iterator[None]:
+        """As of NIXL, but the first agent finishes none of its transfers while they hang."""
+        hung.append(agent)
+        while agent is hung[0] and hangs.is_set():
+            yield
+        yield from real(agent, *lists)
+
+    monkeypatch.setattr(nixl_thread, "transfer", transfer)
+    async with transport("d@15") as (reader, _), other("p@15") as holder:
+        hangs.set()
+        within(reader, HANG_S)
+        with pytest.raises(TransferError, match="did not arrive"):
+            await reader.fetch(await holder.offer("a", [1]), 0, [0])
+        within(reader, PATIENCE_S)
+        offer = await holder.offer("b", [5])
+        while not have(reader, [3], [5]):
+            with contextlib.suppress(TransferError):  # the new connection is still being tried
+                await reader.fetch(offer, 0, [3])
+        assert reader.stats.quarantined_blocks == 1
+        hangs.clear()
+        await until(lambda: not reader.stats.quarantined_blocks)
+        await reader.fetch(await holder.offer("c", [6]), 0, [4])
+        assert have(reader, [4], [6])
 
 
 @pytest.mark.usefixtures("by_socket")

@@ -6,6 +6,10 @@ Between polls the thread sleeps for a fraction of the time since its last activi
 command ends the sleep. A holder must poll while it has offers, because notifications depend on it, and also reads
 without shared memory. A worker that has ever offered or read blocks keeps polling slowly, so that late readers can
 connect.
+
+A connection of UCX may hang although the holder is well. After a read that missed its deadline, the thread therefore
+opens another agent, and reads the generation word of the offer through it. Once that has arrived, reads from this
+holder use the new agent. The hung read stays with its agent, because NIXL may still write to its slots.
 """
 
 import atexit
@@ -18,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from forebay.workers.kv_transfer.descriptor import OFFERS_MAX, BlockLocation
+from forebay.workers.kv_transfer.descriptor import OFFERS_MAX, BlockLocation, slots_of
 from forebay.workers.kv_transfer.memory import READS_MAX, WORD_BYTES, Arena, words_offset
 from forebay.workers.kv_transfer.nixl_agent import LOCAL, TransferError, open_agent, remote_name
 
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
     from forebay.workers.kv_transfer.descriptor import Slots
 
 PEERS_MAX = 256  # connected holders; beyond that the least recently used one is disconnected
+AGENTS_MAX = 4  # agents of a worker; each further one replaces connections that hang
+RECONNECT_S = 10.0  # between two agents, because a holder that hangs does not reply to any of them
 PIECE_BYTES = 32 << 20
 FETCHED, DROPPED = b"f", b"d"  # prefix of a notification; the generation follows
 
@@ -79,6 +85,10 @@ class Peers:
         self._agent = agent
         self._name = name
         self._known: dict[str, Peer] = {}  # least recently used first
+
+    def is_silent(self, name: str) -> bool | None:
+        """Return whether a read from a holder timed out and is in progress, None if the agent is not connected."""
+        return self._known[name].silent if name in self._known else None
 
     def of(self, place: BlockLocation) -> Peer:
         """Return the holder of a location; connect by its metadata if needed.
@@ -156,28 +166,35 @@ class Peers:
 
 
 class LocalAgent:
-    """This worker's side of all reads: NIXL's prepared lists of its own slots and of words for generations.
+    """A NIXL agent with its holders, and with prepared lists of this worker's slots and of words for generations.
 
-    `free_words` are the indices of the words that no read uses.
+    `free_words` are the indices of the words that no read uses. All agents of a worker share them.
     """
 
-    def __init__(self, agent: Any, arena: Arena) -> None:
+    def __init__(self, agent: Any, name: str, arena: Arena, free_words: list[int]) -> None:
         self.agent = agent
         self.arena = arena
+        self.peers = Peers(agent, name)
+        self.free_words = free_words
+        self._registered = agent.register_memory([(arena.address, arena.bytes, 0, "")], mem_type="DRAM")
         self.slots = prepare(agent, LOCAL, arena.address, arena.block_bytes, arena.slots)
         self.words = prepare(agent, LOCAL, arena.scratch.ctypes.data, WORD_BYTES, READS_MAX)
-        self.free_words = list(range(READS_MAX))
 
     def close(self) -> None:
+        self.peers.close()
         self.agent.release_dlist_handle(self.slots)
         self.agent.release_dlist_handle(self.words)
+        self.agent.deregister_memory(self._registered)
 
 
 class Read:
     """One read of blocks from a holder. It runs on the thread of the NIXL agent.
 
-    Another thread sets `abandoned` to end the read as soon as NIXL has finished the transfers in progress.
+    Another thread sets `abandoned` to end the read as soon as NIXL has finished the transfers in progress. `peers` are
+    those of its agent, once it has begun.
     """
+
+    peers: Peers
 
     def __init__(self, place: BlockLocation, theirs: "Slots", ours: "Slots", *, notify: bool) -> None:
         self.place = place
@@ -186,14 +203,14 @@ class Read:
         self._ours = ours
         self.notify = notify
 
-    def steps(self, local: LocalAgent, peers: Peers) -> Iterator[None]:
+    def steps(self, local: LocalAgent) -> Iterator[None]:
         """Run the read. The caller resumes this generator whenever NIXL may have made progress.
 
         Raises TransferError if the read failed: the content of the slots is invalid, but NIXL no longer writes to them.
         """
         if self.abandoned:
             raise TransferError("the read was abandoned before it began")
-        peer = peers.of(self.place)
+        peer, self.peers = local.peers.of(self.place), local.peers
         peer.reads += 1
         try:
             yield from self._through(local, peer)
@@ -203,7 +220,7 @@ class Read:
             peer.broken = True
             raise transfer_error(f"NIXL cannot read from {peer.name}", error) from error
         finally:
-            peers.ended(peer)
+            local.peers.ended(peer)
 
     def _through(self, local: LocalAgent, peer: Peer) -> Iterator[None]:
         piece = max(1, PIECE_BYTES // local.arena.block_bytes)
@@ -278,6 +295,9 @@ class NixlThread:
         self._arena = arena
         self._on_note = on_note
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._agents: list[LocalAgent] = []
+        self._free_words = list(range(READS_MAX))
+        self._reconnect_s = 0.0  # on the monotonic clock: when another agent may be opened
         self._reads: list[tuple[Read, Iterator[None], Report]] = []
         self._used = False
         self._active_s = 0.0
@@ -326,13 +346,7 @@ class NixlThread:
 
     def _run(self) -> None:
         try:
-            self._agent = open_agent(self._name, self._interface)
-            self._registered = self._agent.register_memory(
-                [(self._arena.address, self._arena.bytes, 0, "")], mem_type="DRAM"
-            )
-            self._local = LocalAgent(self._agent, self._arena)
-            self._peers = Peers(self._agent, self._name)
-            self.metadata = self._agent.get_agent_metadata()
+            self.metadata = self._opened_agent(self._name).agent.get_agent_metadata()
         except Exception as error:  # noqa: BLE001 - it is raised by `start`
             self._error = error
             return
@@ -366,7 +380,7 @@ class NixlThread:
             self._active_s = time.monotonic()
             self._reads = [entry for entry in self._reads if entry not in over]
         try:
-            notes = self._agent.get_new_notifs()
+            notes = self._agents[0].agent.get_new_notifs()  # offers name only this agent
         except Exception as error:  # noqa: BLE001 - the bindings' own classes; a reader's fault must not end the others
             LOG.warning("cannot get notifications from NIXL: %s", error)
             return
@@ -376,9 +390,45 @@ class NixlThread:
                 self._on_note(text.decode(errors="replace"))
 
     def _begin(self, read: Read, report: Report) -> None:
-        entry = (read, read.steps(self._local, self._peers), report)
+        entry = (read, read.steps(self._agent_for(read.place)), report)
         if self._advance(*entry):
             self._reads.append(entry)
+
+    def _opened_agent(self, name: str) -> LocalAgent:
+        agent = open_agent(name, self._interface)
+        self._agents.append(LocalAgent(agent, self._name, self._arena, self._free_words))
+        return self._agents[-1]
+
+    def _agent_for(self, place: BlockLocation) -> LocalAgent:
+        """Return an agent whose reads from a holder end; the first agent if there is none."""
+        silent = [one.peers.is_silent(place.agent) for one in self._agents]
+        if silent[0] and False not in silent:
+            self._reconnect(place)
+        return self._agents[silent.index(False) if False in silent else 0]
+
+    def _reconnect(self, place: BlockLocation) -> None:
+        """Read the word of an offer through an agent that is not connected to its holder, or through a new agent.
+
+        The holder is silent for this agent until the word has arrived.
+        """
+        if time.monotonic() < self._reconnect_s:
+            return
+        self._reconnect_s = time.monotonic() + RECONNECT_S
+        free = [one for one in self._agents if one.peers.is_silent(place.agent) is None]
+        if not free and len(self._agents) >= AGENTS_MAX:
+            return
+        LOG.warning("connecting to %s again, because a read did not end in time", place.agent)
+        try:
+            local = free[0] if free else self._opened_agent(f"{self._name}+{len(self._agents)}")
+        except Exception as error:  # noqa: BLE001 - the bindings' own classes; other reads continue
+            LOG.warning("cannot open another agent of NIXL: %s", error)
+            return
+        nothing = slots_of(place)[:0]
+        probe = Read(place, nothing, nothing, notify=False)
+        entry = (probe, probe.steps(local), lambda _: None)
+        if self._advance(*entry):
+            self._reads.append(entry)
+            local.peers.silence(place.agent)
 
     def _advance(self, read: Read, steps: Iterator[None], report: Report) -> bool:
         """Advance a read. Return False once it has ended and was reported."""
@@ -398,13 +448,17 @@ class NixlThread:
         return False
 
     def _silence(self, agent: str) -> None:
-        if any(read.abandoned and read.place.agent == agent for read, _, _ in self._reads):
-            self._peers.silence(agent)
+        hung = [read for read, _, _ in self._reads if read.abandoned and read.place.agent == agent]
+        for read in hung:
+            read.peers.silence(agent)
+        if hung:
+            self._agent_for(hung[0].place)  # connects again
 
     def _notify(self, place: BlockLocation, what: bytes) -> None:
         try:
-            self._peers.of(place)
-            notify(self._agent, place, what)
+            local = self._agent_for(place)
+            local.peers.of(place)
+            notify(local.agent, place, what)
         except TransferError as error:
             LOG.info("cannot notify %s, which keeps the KV until its lease ends: %s", place.agent, error)
 
@@ -422,9 +476,8 @@ class NixlThread:
         if self._reads:
             for _, _, report in self._reads:
                 report(TransferError("the transport was closed", "closed"))
-            _left.append((self._agent, self._local, self._reads))
+            _left.append((self._agents, self._reads))
             return
-        self._peers.close()
-        self._local.close()
-        self._agent.deregister_memory(self._registered)
-        del self._agent, self._local, self._peers
+        for local in self._agents:
+            local.close()
+        self._agents.clear()
