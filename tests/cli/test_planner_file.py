@@ -287,12 +287,9 @@ def test_a_mistake_in_a_file_to_supervise_is_named_in_one_line(tmp_path: Path, t
 
 
 def test_a_missing_or_large_file_is_named(tmp_path: Path) -> None:
-    assert (
-        error_of("planner", "supervise", tmp_path / "none.toml")
-        == f"{tmp_path}/none.toml: cannot be read: No such file or directory"
-    )
+    assert error_of("planner", "supervise", tmp_path / "none.toml").endswith("/none.toml: No such file or directory")
     path = supervise_file(tmp_path, "#" * (1 << 20) + "\n")
-    assert "larger than 1 MiB" in forebay("planner", "supervise", path).stderr
+    assert "larger than 1048576 bytes" in forebay("planner", "supervise", path).stderr
 
 
 def test_kubernetes_requires_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

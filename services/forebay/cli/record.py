@@ -14,7 +14,7 @@ from xxhash import xxh3_64_hexdigest
 from forebay.cli.command import RecordCommand
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording
-from forebay.cli.common.tables import counting_bar
+from forebay.cli.common.tables import counting_bar, print_result
 from forebay.cli.common.terminal import own_stdout, printable
 from forebay.cli.common.times import span_us, time_us
 from forebay.cli.common.unverified import DIVERGED, complaint
@@ -85,10 +85,7 @@ def run_record(options: RecordCommand) -> None:
         _show_left_out(result, progress)
         if options.check and not options.anonymize:
             asyncio.run(_verify(result, progress, custom))
-    if options.json:
-        click.echo(msgspec.json.encode(_plain(result)).decode())
-    else:
-        _show(result)
+    print_result(_plain(result), options.json, lambda: _show(result))
     for report in result.verified.values():
         if not report.diverged and report.failed:
             complain(complaint(report.failed, report.unknown_event))

@@ -6,13 +6,12 @@ from contextlib import closing
 from typing import Any
 
 import click
-import msgspec
 from rich.progress import Progress
 
 from forebay.cli.command import RestoreCommand
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import kafka_log
-from forebay.cli.common.tables import counting_bar
+from forebay.cli.common.tables import counting_bar, print_result
 from forebay.cli.common.terminal import counted, printable
 from forebay.processes.notices import complain
 from forebay.replay.group_settings import RestoredGroup, restored_groups, write_group
@@ -36,10 +35,7 @@ def run_restore(options: RestoreCommand) -> None:
                 f"{group.name}: {counted(group.read.undecodable, 'record')} of `control` did not decode and had no"
                 " effect; `forebay topics tail` shows them"
             )
-    if options.json:
-        click.echo(msgspec.json.encode(_plain(groups, settings, created)).decode())
-    else:
-        _show(groups, settings, created)
+    print_result(_plain(groups, settings, created), options.json, lambda: _show(groups, settings, created))
 
 
 async def restore_into(

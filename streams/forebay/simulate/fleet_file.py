@@ -4,7 +4,6 @@ docs/simulate.md documents the format. Times in the file are in seconds, delays 
 """
 
 import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,10 +14,10 @@ from forebay.core.routing.policies import BUILT_IN
 from forebay.events.control import RouterConfig
 from forebay.events.names import unknown_name
 from forebay.runtime.errors import ConfigError, prefixed
+from forebay.runtime.files import read_toml
 from forebay.simulate.field_descriptions import in_terms_of_keys, unknown_field
 from forebay.simulate.pool_routing_file import ModelRouting, require_unique
 from forebay.simulate.profiles.profile import MOCKER, Gpus, Profile, Size, load_profile
-from forebay.simulate.profiles.sheets import read_file
 from forebay.simulate.settings import (
     DELAYS,
     TIME_S_MAX,
@@ -128,21 +127,18 @@ def load_fleet(path: Path) -> Settings:
 
     Raises ConfigError if the file cannot be read or a key is invalid.
     """
-    content = read_file(path)
+    raw = read_toml(path)
     try:
-        raw = tomllib.loads(content.decode())
         _require_known(raw, _File, "")
         described = msgspec.convert(raw, _File)
         fleet = _fleet(described, path.parent)
         validate_settings(fleet)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8 text") from error
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {in_terms_of_keys(str(error))}") from error
     except SettingsUnusable as error:
         key = re.sub(r"^(faults.*)[.]at$", r"\1.at_s", error.where)
         raise ConfigError(f"{path}: {key}: {error.reason}") from error
-    except (ConfigError, ValueError, RecursionError) as error:  # invalid TOML, or an integer with too many digits
+    except (ConfigError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error
     return fleet
 

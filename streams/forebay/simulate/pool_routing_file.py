@@ -1,6 +1,5 @@
 """Rules for the choice of pools as decoded data: in TOML files, with one entry per model, and in request bodies."""
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,9 +7,9 @@ import msgspec
 
 from forebay.events.names import unknown_name
 from forebay.events.pools import PoolRouting
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import ConfigError, prefixed
+from forebay.runtime.files import read_toml
 from forebay.simulate.field_descriptions import converted
-from forebay.simulate.profiles.sheets import read_file
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
@@ -37,14 +36,10 @@ def pool_routing(raw: dict[str, Any], noun: str = "key") -> PoolRouting:
 
 def read_pool_routing(path: Path) -> dict[str, PoolRouting]:
     """Read the rules of a TOML file, by model. Raises ConfigError for an unreadable file or an invalid key."""
-    content = read_file(path)
-    try:
-        models = converted(tomllib.loads(content.decode()), _File, "key").models
+    raw = read_toml(path)
+    with prefixed(path):
+        models = converted(raw, _File, "key").models
         require_unique(models)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8 text") from error
-    except (ConfigError, ValueError, RecursionError) as error:  # invalid TOML, or an integer with too many digits
-        raise ConfigError(f"{path}: {error}") from error
     return {model.name: model.routing for model in models}
 
 

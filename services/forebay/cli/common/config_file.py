@@ -7,7 +7,6 @@ override the file.
 `[[models]]` tables list the models of `forebay up`. Their keys are options of one model.
 """
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from forebay.cli.common.errors import fail
 from forebay.cli.common.options import CliOption
 from forebay.cli.common.sources import is_secret, long_name
 from forebay.events.names import unknown_name
+from forebay.runtime.errors import ConfigError
+from forebay.runtime.files import read_toml
 
 OPTION = "config"
 MODELS = "models"
@@ -28,7 +29,6 @@ MODEL_KEYS = (
     "block-size", "kv-blocks", "max-num-seqs", "max-num-batched-tokens", "dp-size",
 )  # fmt: skip
 META = "forebay.models"  # key of the context
-BYTES_MAX = 1 << 20  # a file with all options has a few kilobytes
 
 
 def config_option(table: str) -> CliOption:
@@ -71,13 +71,9 @@ def _apply(context: click.Context, table: str, path: Path) -> None:
 def _read(path: Path) -> dict[str, Any]:
     """Return the content of a file. A file that cannot be read, or is not TOML, ends the command."""
     try:
-        if path.stat().st_size > BYTES_MAX:
-            fail(f"--config {path}: the file is larger than {BYTES_MAX >> 20} MiB")
-        return tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        fail(f"cannot read --config {path}: {error.strerror}")
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        fail(f"--config {path}: not TOML: {error}")
+        return read_toml(path)
+    except ConfigError as error:
+        fail(f"--config {error}")
 
 
 def model_tables(context: click.Context) -> list[dict[str, Any]]:

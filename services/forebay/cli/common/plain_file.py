@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from forebay.runtime.errors import ConfigError
+from forebay.runtime.files import read_file
 
-FILE_BYTES_MAX = 1 << 20  # far more than a thousand queue classes take
 DEPTH_MAX = 16  # a policy file has four levels, engine arguments hardly more
 
 
@@ -15,13 +15,7 @@ def read_plain_file(path: Path, what: str) -> Any:
     """Decode a file (JSON if its name ends in .json, else YAML) of kind `what`. Raises ConfigError if this fails."""
     import yaml  # noqa: PLC0415 - takes 40 ms, which most commands would wait for in vain
 
-    try:
-        with path.open("rb") as file:
-            content = file.read(FILE_BYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    if len(content) > FILE_BYTES_MAX:
-        raise ConfigError(f"{path}: the {what} is larger than {FILE_BYTES_MAX} bytes; check the path")
+    content = read_file(path, what)
     try:
         if path.suffix == ".json":
             return msgspec.json.decode(content)

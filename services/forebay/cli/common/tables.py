@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
+import click
+import msgspec
 from rich.box import SIMPLE
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.markup import escape
@@ -26,6 +28,14 @@ COLUMNS_MAX = 100_000  # columns for measuring; wider than any table
 def results(*, soft_wrap: bool = False) -> "WholeWordsConsole":
     """Return a console for results on stdout. It breaks lines between words only, and no lines with `soft_wrap`."""
     return WholeWordsConsole(width=None if sys.stdout.isatty() else WIDTH, highlight=False, soft_wrap=soft_wrap)
+
+
+def print_result(result: Any, as_json: bool, show: Callable[[], object]) -> None:
+    """Print a result as JSON, or call `show`."""
+    if as_json:
+        click.echo(msgspec.json.encode(result).decode())
+    else:
+        show()
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

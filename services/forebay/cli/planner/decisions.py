@@ -8,11 +8,10 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import click
-import msgspec
 
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Source
-from forebay.cli.common.tables import results, shown_reading
+from forebay.cli.common.tables import print_result, results, shown_reading
 from forebay.cli.common.times import time_us
 from forebay.cli.common.unverified import DIVERGED
 from forebay.cli.planner.command import LIMIT, PlannerStatusCommand
@@ -49,10 +48,7 @@ def run_status(options: PlannerStatusCommand) -> None:
 def _show_status(options: PlannerStatusCommand) -> None:
     now_us = time.time_ns() // 1000 if options.source.log is None else None
     found = _read(options, lambda opened, on_progress: read_planner_status(opened, now_us, on_progress))
-    if options.json:
-        click.echo(msgspec.json.encode(found).decode())
-    else:
-        show_status(results(soft_wrap=True), found)
+    print_result(found, options.json, lambda: show_status(results(soft_wrap=True), found))
     if found.problems:
         raise click.exceptions.Exit(NOT_ACTIVE)
 
@@ -65,10 +61,7 @@ def _show_history(options: PlannerStatusCommand) -> None:
             opened, options.limit, options.pool, since_us, is_change=options.changes, on_progress=on_progress
         ),
     )
-    if options.json:
-        click.echo(msgspec.json.encode(found).decode())
-    else:
-        show_decisions(results(), found)
+    print_result(found, options.json, lambda: show_decisions(results(), found))
 
 
 def _explain(options: PlannerStatusCommand) -> None:
@@ -76,10 +69,7 @@ def _explain(options: PlannerStatusCommand) -> None:
     offset = int(decision) if OFFSET.fullmatch(decision) else None
     window_us = _window_us(decision) if offset is None and decision != LATEST else None
     found = _read(options, lambda opened, on_progress: explain_decision(opened, offset, window_us, on_progress))
-    if options.json:
-        click.echo(msgspec.json.encode(found).decode())
-    else:
-        show_explanation(results(soft_wrap=True), found)
+    print_result(found, options.json, lambda: show_explanation(results(soft_wrap=True), found))
     if found.decision.verification == "different":
         raise click.exceptions.Exit(DIVERGED)
 

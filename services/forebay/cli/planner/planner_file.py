@@ -1,6 +1,5 @@
 """Reader of the TOML files of `forebay planner`: settings and pools of the planner, with profiles as JSON."""
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -17,11 +16,11 @@ from forebay.events.scaling import DecodePoint, PlannerSettings, PoolScaling, Pr
 from forebay.planner.predictors import predictor
 from forebay.planner.simulation import PoolEngine, pool_engine
 from forebay.runtime.errors import ConfigError, prefixed
+from forebay.runtime.files import read_toml
 from forebay.simulate.field_descriptions import in_terms_of_keys, invalid_field
 from forebay.simulate.profiles.profile import MOCKER, load_profile
 from forebay.simulate.settings import WORKERS_MAX
 
-FILE_BYTES_MAX = 1 << 20
 SETTINGS_BYTES_MAX = 1 << 20  # each claim on the topic has the settings with all profiles
 
 PointT = TypeVar("PointT", PrefillPoint, DecodePoint)
@@ -48,8 +47,9 @@ class PlannerFile:
 
 def read_planner_file(path: Path) -> PlannerFile:
     """Read a file of `forebay planner run`. Raises ConfigError, with file and key, if it is invalid."""
+    raw = read_toml(path)
     with prefixed(path):
-        return _file(path, read_toml(path))
+        return _file(path, raw)
 
 
 def _file(path: Path, raw: Mapping[str, Any]) -> PlannerFile:
@@ -168,20 +168,6 @@ def _require_gpus(settings: PlannerSettings) -> None:
 
 
 # --- parts of every TOML file of `forebay planner` --------------------------------------------------------------------
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Return the contents of a TOML file. Raises ConfigError if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(FILE_BYTES_MAX + 1)
-        if len(content) > FILE_BYTES_MAX:
-            raise ConfigError(f"the file is larger than {FILE_BYTES_MAX >> 20} MiB")
-        return tomllib.loads(content.decode())
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"not TOML: {error}") from None
 
 
 def pool_tables(raw: Mapping[str, Any], kind: type[StructT]) -> list[StructT]:

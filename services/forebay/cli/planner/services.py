@@ -14,7 +14,7 @@ import msgspec
 from forebay.cli.common.errors import explained, run_service
 from forebay.cli.common.extras import require_extra
 from forebay.cli.planner.command import PlannerRunCommand, PlannerSuperviseCommand
-from forebay.cli.planner.planner_file import pool_tables, read_planner_file, read_toml, require_known
+from forebay.cli.planner.planner_file import pool_tables, read_planner_file, require_known
 from forebay.events.names import unknown_name
 from forebay.planner.actuators.processes import KILL_AFTER_S, ProcessPool
 from forebay.processes.names import named, process_name
@@ -23,6 +23,7 @@ from forebay.processes.service import Cluster
 from forebay.processes.supervisor import KubernetesSettings, PodSetKind, ProcessSettings, SupervisorSettings
 from forebay.processes.supervisor import run as supervise
 from forebay.runtime.errors import ConfigError, prefixed
+from forebay.runtime.files import read_toml
 
 KILL_AFTER_S_MAX = 7 * 86_400.0
 
@@ -49,8 +50,9 @@ class KubernetesTable(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_supervise_file(path: Path) -> ProcessSettings | KubernetesSettings:
     """Read a file of `forebay planner supervise`. Raises ConfigError, with file and key, if it is invalid."""
+    raw = read_toml(path)
     with prefixed(path):
-        return _settings(path, read_toml(path))
+        return _settings(path, raw)
 
 
 def _settings(path: Path, raw: Mapping[str, Any]) -> ProcessSettings | KubernetesSettings:

@@ -4,14 +4,13 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-import click
 import msgspec
 from rich.console import Console, RenderableType
 from rich.table import Table
 
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording
-from forebay.cli.common.tables import ROWS_MAX, plain_table, results, span, titled_table
+from forebay.cli.common.tables import ROWS_MAX, plain_table, print_result, results, span, titled_table
 from forebay.cli.common.terminal import counted, own_stdout, printable
 from forebay.cli.common.times import time_us
 from forebay.cli.common.unverified import DIVERGED, tell_unverified
@@ -43,10 +42,7 @@ def run_at(options: AtCommand) -> None:
                 position, moment = asyncio.run(_read_moment(options.recording, options.time, options.offset, custom))
         except JournalDiverged as diverged:
             fail(f"{options.recording.name}: {diverged}", DIVERGED)
-    if options.json:
-        click.echo(msgspec.json.encode(moment).decode())
-    else:
-        show(results(), position, moment)
+    print_result(moment, options.json, lambda: show(results(), position, moment))
     tell_unverified(moment.unverified)
 
 

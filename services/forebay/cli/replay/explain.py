@@ -11,7 +11,7 @@ from rich.text import Text
 
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording
-from forebay.cli.common.tables import results, shown_reading, span
+from forebay.cli.common.tables import print_result, results, shown_reading, span
 from forebay.cli.common.terminal import own_stdout, printable
 from forebay.cli.common.unverified import DIVERGED, tell_unverified
 from forebay.cli.policies.allowed import allowed_policies
@@ -66,10 +66,7 @@ def run_explain(options: ExplainCommand) -> None:
             explanation = asyncio.run(_explain(recording, options.where[-1], on_progress, custom))
         except UnknownRequest as unknown:
             fail(f"{recording.name}: {unknown}")
-    if options.json:
-        click.echo(msgspec.json.encode(explanation).decode())
-    else:
-        show(results(), explanation, everything=options.everything)
+    print_result(explanation, options.json, lambda: show(results(), explanation, everything=options.everything))
     if explanation.divergence is not None:
         raise click.exceptions.Exit(DIVERGED)
     tell_unverified(explanation.unverified)

@@ -14,7 +14,7 @@ from rich.table import Table as Grid
 
 from forebay.cli.common.errors import OTHER_RULES, explained, fail
 from forebay.cli.common.recording import Recording
-from forebay.cli.common.tables import bar, in_markup, results
+from forebay.cli.common.tables import bar, in_markup, print_result, results
 from forebay.cli.common.terminal import counted, own_stdout
 from forebay.cli.common.unverified import DIVERGED, allowed_of, complaint, exit_code
 from forebay.cli.policies.allowed import allowed_policies
@@ -44,10 +44,7 @@ def run_verify(options: VerifyCommand) -> None:
         custom = allowed_policies(options.allow_policy)
     with explained(), shown_progress() as on_progress, own_stdout():
         report = asyncio.run(_verify(options.recording, on_progress, allowed, custom))
-    if options.json:
-        click.echo(msgspec.json.encode(report).decode())
-    else:
-        show(report)
+    print_result(report, options.json, lambda: show(report))
     if report.diverged:
         raise click.exceptions.Exit(DIVERGED)
     if report.failed:

@@ -10,9 +10,10 @@ import msgspec
 
 from forebay.engine_model.timing import EngineTiming, LinearTiming, MockerTiming
 from forebay.runtime.errors import ConfigError
+from forebay.runtime.files import read_file
 from forebay.simulate.field_descriptions import unknown_field
 from forebay.simulate.profiles.roofline import Assumptions, NumberFormats, kv_blocks, roofline
-from forebay.simulate.profiles.sheets import Gpu, gpu_sheet, gpus_like, read_file, read_transformer
+from forebay.simulate.profiles.sheets import Gpu, gpu_sheet, gpus_like, read_transformer
 from forebay.simulate.tiers.settings import WorkerTiers
 
 MOCKER = "mocker"

@@ -8,9 +8,9 @@ import msgspec
 
 from forebay.events.names import unknown_name
 from forebay.runtime.errors import ConfigError, prefixed
+from forebay.runtime.files import read_file
 
 Positive = Annotated[float, msgspec.Meta(gt=0.0)]
-FILE_BYTES_MAX = 1 << 20  # profiles and model configs have a few kilobytes
 GATED = {"silu", "swish", "gelu_pytorch_tanh", "gelu_tanh"}  # three matrices: gate, up, down
 PLAIN = {"gelu", "gelu_new", "gelu_fast", "gelu_python", "quick_gelu", "relu"}  # two
 OTHER_LAYERS = {
@@ -83,18 +83,6 @@ def read_transformer(path: Path) -> Transformer:
         config = {**config, **inner}
     with prefixed(path):
         return _transformer(config)
-
-
-def read_file(path: Path) -> bytes:
-    """Return the content of a file of at most `FILE_BYTES_MAX` bytes."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(FILE_BYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    if len(content) > FILE_BYTES_MAX:
-        raise ConfigError(f"{path}: the file is larger than {FILE_BYTES_MAX} bytes; is it the right file?")
-    return content
 
 
 def _transformer(config: dict[str, Any]) -> Transformer:

@@ -1,0 +1,29 @@
+"""Readers of files that users write. They raise ConfigError, with the path, for a file that cannot be read."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from forebay.runtime.errors import ConfigError
+
+FILE_BYTES_MAX = 1 << 20  # such files have a few kilobytes
+
+
+def read_file(path: Path, what: str = "file") -> bytes:
+    """Return the content of a file of at most `FILE_BYTES_MAX` bytes. Errors call it `what`."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    if len(content) > FILE_BYTES_MAX:
+        raise ConfigError(f"{path}: the {what} is larger than {FILE_BYTES_MAX} bytes; check the path")
+    return content
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the content of a TOML file."""
+    try:
+        return tomllib.loads(read_file(path).decode())
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or an integer with too many digits
+        raise ConfigError(f"{path}: not TOML: {error}") from None
