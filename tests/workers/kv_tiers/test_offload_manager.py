@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -365,10 +364,11 @@ def test_too_many_loads_are_not_begun(tmp_path: Path, stores: list[FaultyStore])
         assert one.match(range(2)) != []
 
 
-@pytest.mark.parametrize("tier", ["disk", "store"])
+@pytest.mark.parametrize("tiers", [("disk",), ("store",), ("disk", "store")])
 @pytest.mark.parametrize("damage", ["flip", "foreign", "delete"])
-def test_damaged_files_are_misses(tier: Literal["disk", "store"], damage: str, tmp_path: Path) -> None:
-    given = settings(tmp_path, disk=32) if tier == "disk" else settings(tmp_path, store=True)
+def test_damaged_files_are_misses(tiers: tuple[LowerTier, ...], damage: str, tmp_path: Path) -> None:
+    tier = tiers[0]
+    given = settings(tmp_path, disk=32 * (tier == "disk"), store="store" in tiers)
     with rank(given) as one:
         one.offload(EIGHT)
         files = {int(path.stem.rpartition("-")[2], 16) - 1: path for path in (tmp_path / tier).rglob("*.kv")}
@@ -377,7 +377,8 @@ def test_damaged_files_are_misses(tier: Literal["disk", "store"], damage: str, t
         files[5].write_bytes(data)
         if damage == "delete":
             files[5].unlink()
-        assert one.load(EIGHT).blocks == 5
+        loaded = one.load(EIGHT)
+        assert loaded.by_tier == ({tier: 5} if len(tiers) == 1 else {"disk": 7, "store": 1})
         assert one.held[tier] == {*EIGHT} - {5}
         assert sum(one.tiers.counters().misses.values()) == 1
         one.offload(EIGHT)

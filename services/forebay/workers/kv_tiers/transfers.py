@@ -234,6 +234,10 @@ class LoadResult:
         )
 
 
+# The result of each block, the results of those that were read again by their place in the load, and the end.
+LoadedPart = tuple[list[str], dict[int, str], float]
+
+
 @dataclass(slots=True)
 class _Load:
     done: Callable[[LoadResult], None]
@@ -345,7 +349,8 @@ class TierTransfers:
             slots = self.host.acquire([own[at] for at in places]) if tier == "host" and self.host is not None else []
             work = partial(self._load_part, load, tier, places, slots)
             then = partial(self._end_part, load, places, slots, [one for one in loadings if one.tier == tier])
-            self._lanes.submit(READ_LANES[tier], work, then, (["failed"] * len(places), load.began_s))
+            failed: LoadedPart = (["failed"] * len(places), {}, load.began_s)
+            self._lanes.submit(READ_LANES[tier], work, then, failed)
 
     def write(self, writes: Sequence[Write[BlockName]], offer: OfferedBlocks | None = None) -> None:
         """Begin the writes that the manager has returned. `offer` has the blocks whose source is device memory."""
@@ -378,16 +383,22 @@ class TierTransfers:
 
     # On threads of the lanes
 
-    def _load_part(self, load: _Load, tier: LowerTier, places: list[int], slots: list[int]) -> tuple[list[str], float]:
-        """Read the blocks of a load that are in one tier. Return their results and the time of the end."""
+    def _load_part(self, load: _Load, tier: LowerTier, places: list[int], slots: list[int]) -> LoadedPart:
+        """Read the blocks of a load that are in one tier. Blocks that the disk has lost are read from the store."""
         into = [load.into[at] for at in places]
         if tier == "host":
             assert self.host is not None
             for slot, memory in zip(slots, into, strict=True):
                 self.host.copy_out(slot, memory)
-            return [""] * len(into), runtime.monotonic_s()
-        left_s = self._read_s - (runtime.monotonic_s() - load.began_s)
-        return self._read(tier, [load.names[at] for at in places], into, left_s), runtime.monotonic_s()
+            return [""] * len(into), {}, runtime.monotonic_s()
+        end_s = load.began_s + self._read_s
+        reasons = self._read(tier, [load.names[at] for at in places], into, end_s - runtime.monotonic_s())
+        lost = {at: memory for at, memory, why in zip(places, into, reasons, strict=True) if why in GONE_REASONS}
+        again: list[str] = []
+        if tier == "disk" and lost and "store" in self.stores:
+            names = [load.names[at] for at in lost]
+            again = self._read("store", names, [*lost.values()], end_s - runtime.monotonic_s())
+        return reasons, dict(zip(lost, again, strict=False)), runtime.monotonic_s()
 
     def _read(
         self, tier: LowerTier, names: Sequence[BlockName], into: Sequence[memoryview], wait_s: float
@@ -460,9 +471,9 @@ class TierTransfers:
         places: list[int],
         slots: list[int],
         loadings: list[Loading[BlockName]],
-        result: tuple[list[str], float],
+        result: LoadedPart,
     ) -> None:
-        reasons, ended_s = result
+        reasons, again, ended_s = result
         tier = load.tiers[places[0]]
         us = max(1, round((ended_s - load.began_s) * 1e6))
         if self.host is not None:
@@ -477,6 +488,14 @@ class TierTransfers:
         for at, reason in zip(places, reasons, strict=True):
             load.reasons[at] = reason
         load.us_by_tier[tier] = us
+        if again:
+            self._observe_read("store", [load.names[at] for at in again], [*again.values()])
+        for at, reason in again.items():
+            load.reasons[at] = reason
+            if not reason:
+                load.tiers[at] = "store"
+                load.us_by_tier.setdefault("store", us)
+                self._manager.add("store", [load.names[at]])
         load.pending -= 1
         if not load.pending:
             self._finish_load(load)
