@@ -338,6 +338,7 @@ def test_each_tier_has_a_size(tmp_path: Path) -> None:
         (["host:size=1GB", "host:size=2GB"], "--kv-tier host:size=2GB: there is another host tier"),
         (["disk:path=a,filter=on", "store:path=b,filter=off"], "--kv-tier: the tiers of a worker have one value of"),
         (["store:path=gs://bucket"], "--kv-tier store:path=gs://bucket: unsupported store; expected a directory or"),
+        (["store:path=s3://kv/prod"], "--kv-tier store:path: s3://kv/prod: invalid bucket name 'kv'; expected s3://"),
         (["store:path=FILE"], "--kv-tier store:path=FILE: not a directory"),
         (["disk:path=FILE"], "--kv-tier disk:path=FILE: not a directory"),
         (["store:path=folder,endpoint=http://h"], "--kv-tier store:endpoint=http://h: expected http://HOST:PORT, of a"),

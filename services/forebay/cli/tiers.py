@@ -22,10 +22,12 @@ from forebay.cli.common.errors import BROKEN, explained, fail
 from forebay.cli.common.tables import bar, in_markup, results
 from forebay.cli.common.terminal import counted, printable
 from forebay.cli.common.times import time_us
+from forebay.runtime.errors import ConfigError
 from forebay.workers.kv_tiers.block_format import BAD_REASONS, BlockFormat, file_path, parse_file_name
 from forebay.workers.kv_tiers.block_store import (
     IDENTITY_FILE,
     QUARANTINE,
+    STORE_FILE,
     TEMPORARY_AGE_S,
     Storage,
     StorageError,
@@ -40,17 +42,23 @@ THREADS = 8  # files that `verify` reads at a time; buckets respond slowly
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 AGES = (("under 1h", 3600.0), ("1h to 1d", 86_400.0), ("1d to 7d", 604_800.0), ("over 7d", float("inf")))
 WEIGHTS_CHARS = 12  # of the digest of the weights in a table; --json has all
+FOLDERS = ("", "*/", "*/*/")  # of a store, a rank of a worker, and a worker of `forebay up`
 BAD_SHOWN = 20  # bad files that `verify` prints; --json has all
 
 
 def run_list(options: TiersListCommand) -> None:
+    for place in _places(options.place):
+        _list(place, options)
+
+
+def _list(place: str, options: TiersListCommand) -> None:
     now_s = time.time()
     with explained():
-        store = _open(options.place)
+        store = _open(place)
         rows = {name: (found, _stats(store, name, now_s)) for name, found in _selected(store, options.identity).items()}
     if options.json:
         for name, (found, one) in rows.items():
-            click.echo(msgspec.json.encode({"identity": name, "meaning": found, **one}))
+            click.echo(msgspec.json.encode({"place": place, "identity": name, "meaning": found, **one}))
         return
     columns = ("identity", "model", "rank", "layout", "tokens", "block", "weights", "blocks", "size", "used ago", "bad")
     table = Table(*columns, box=None)
@@ -66,7 +74,8 @@ def run_list(options: TiersListCommand) -> None:
     without = f", {empty} without blocks" if empty else ""
     total = size_text(sum(one["bytes"] for _, one in rows.values()))
     counts = f"{len(rows)} identit{'y' if len(rows) == 1 else 'ies'}"
-    click.echo(printable(f"store {store_id_of(store)}: {counts}{without}, {total}"))
+    where = f" in {place}" if place != options.place else ""
+    click.echo(printable(f"store {store_id_of(store)}{where}: {counts}{without}, {total}"))
 
 
 def run_verify(options: TiersVerifyCommand) -> None:
@@ -129,8 +138,19 @@ def size_text(size: float) -> str:
     return f"{size:.0f}{unit}" if unit == "B" else f"{size:.1f}{unit}"
 
 
+def _places(place: str) -> list[str]:
+    """Return the stores of the ranks below a directory of a disk tier; otherwise `place` itself."""
+    below = () if place.startswith("s3://") else (Path(place).glob(f"{folders}{STORE_FILE}") for folders in FOLDERS)
+    found = next((sorted(str(file.parent) for file in files) for files in map(list, below) if files), [])
+    return found or [place]
+
+
 def _open(place: str) -> Storage:
     """Return the files of a store. Unlike a worker, this creates nothing and takes no lock."""
+    places = _places(place)
+    if len(places) > 1:
+        raise ConfigError(f"{place} has the stores of several ranks; give one of: {', '.join(places)}")
+    (place,) = places
     store = Bucket(place) if place.startswith("s3://") else Directory(Path(place))
     store_id_of(store)  # raises EngineError if there is no store
     return store

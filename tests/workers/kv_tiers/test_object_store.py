@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from forebay import runtime
+from forebay.runtime.errors import ConfigError
 from forebay.workers.engine import EngineError
 from forebay.workers.kv_tiers.object_store import THREADS, ObjectStore
 from forebay.workers.kv_tiers.offload_manager import open_store
@@ -95,9 +96,9 @@ def test_a_bucket_that_disappears_fails(endpoint: str, proxy: FaultyServer) -> N
         opened(proxy.endpoint)
 
 
-@pytest.mark.parametrize("url", ["s3://", "s3:///prefix", "s3://a", "s3://bucket name/x"])
+@pytest.mark.parametrize("url", ["s3://", "s3:///prefix", "s3://kv", "s3://bucket name/x", "s3://Kv-1", "s3://a..b"])
 def test_an_invalid_url_is_refused(url: str) -> None:
-    with pytest.raises(EngineError, match="expected s3://BUCKET or s3://BUCKET/PREFIX"):
+    with pytest.raises(ConfigError, match="expected s3://BUCKET/PREFIX, where BUCKET has 3 to 63 characters"):
         open_store("store", TierSettings(store=url), identity())
 
 

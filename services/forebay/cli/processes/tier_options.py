@@ -10,7 +10,7 @@ from forebay.cli.common.options import Option
 from forebay.cli.common.times import size
 from forebay.events.names import unknown_name
 from forebay.processes.passwords import without_passwords
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import ConfigError, prefixed
 
 if TYPE_CHECKING:
     from forebay.workers.kv_tiers.settings import TierSettings
@@ -106,11 +106,17 @@ def _directory(kind: str, text: str) -> str:
 
 def _store(text: str, endpoint: str) -> str:
     """Return the path of a store. Raises ConfigError if it is neither a directory nor a bucket."""
-    scheme, separator, rest = text.partition("://")
+    scheme, separator, _ = text.partition("://")
     if endpoint and not (separator and endpoint.startswith(("http://", "https://"))):
         raise ConfigError(
             f"--kv-tier store:endpoint={endpoint}: expected http://HOST:PORT, of a path s3://BUCKET/PREFIX"
         )
-    if separator and (scheme != "s3" or not rest.partition("/")[0]):
+    if separator and scheme != "s3":
         raise ConfigError(f"--kv-tier store:path={text}: unsupported store; expected a directory or s3://BUCKET/PREFIX")
-    return text if separator else _directory("store", text)
+    if not separator:
+        return _directory("store", text)
+    from forebay.workers.kv_tiers.object_store import parsed_bucket  # noqa: PLC0415 - as above
+
+    with prefixed("--kv-tier store:path"):
+        parsed_bucket(text)
+    return text

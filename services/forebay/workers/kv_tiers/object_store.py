@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from forebay import runtime
+from forebay.runtime.errors import ConfigError
 from forebay.workers.engine import EngineError, PackageMissing
 from forebay.workers.kv_tiers.block_format import PAYLOAD_OFFSET
 from forebay.workers.kv_tiers.block_store import (
@@ -32,7 +33,7 @@ from forebay.workers.kv_tiers.block_store import (
 )
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
 
-URL = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9.\-]{1,61}[A-Za-z0-9])(?:/(.*))?")
+NAME = re.compile(r"(?!.*\.\.)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 CONNECT_S = 3.0
 READ_S = 10.0  # without a byte of a response
 TRIES = 2  # per request; the caller may compute instead of waiting
@@ -51,6 +52,19 @@ REASONS = {
     "exists": {"409", "412", "ConditionalRequestConflict", "PreconditionFailed"},
     "unsupported": {"501", "NotImplemented"},
 }  # fmt: skip
+
+
+def parsed_bucket(url: str) -> tuple[str, str]:
+    """Return the name of a bucket, and its prefix, which is empty or ends with a slash. Raises ConfigError."""
+    name, _, prefix = url.removeprefix("s3://").partition("/")
+    if NAME.fullmatch(name) is None:
+        raise ConfigError(
+            f"{url}: invalid bucket name {name!r}; expected s3://BUCKET/PREFIX, where BUCKET has 3 to 63 characters of"
+            " a-z, 0-9, . and -, begins and ends with a letter or a digit, and has no two dots in a row"
+        )
+    return name, f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+
+
 NO_OPTIONS: Mapping[str, str] = {}
 
 T = TypeVar("T")
@@ -60,7 +74,7 @@ class Bucket:
     """Objects below a prefix of a bucket: a `Storage`.
 
     `prefix` is empty or ends with a slash. If `endpoint` is empty, the configuration of boto3 decides. Raises
-    EngineError if the URL is not `s3://BUCKET` or `s3://BUCKET/PREFIX`, PackageMissing if boto3 is not installed.
+    ConfigError if the name of the bucket is invalid, PackageMissing if boto3 is not installed.
     """
 
     def __init__(self, url: str, endpoint: str = "") -> None:
@@ -73,13 +87,8 @@ class Bucket:
                 f"a store in a bucket requires the package boto3 ({error}); install it with: pip install"
                 " 'forebay[kv-tiers]'"
             ) from error
-        found = URL.fullmatch(url)
-        if found is None:
-            raise EngineError(f"{url}: not a bucket; expected s3://BUCKET or s3://BUCKET/PREFIX")
         self.place = url
-        self.name = found[1]
-        prefix = (found[2] or "").strip("/")
-        self.prefix = f"{prefix}/" if prefix else ""
+        self.name, self.prefix = parsed_bucket(url)
         config = Config(
             connect_timeout=CONNECT_S,
             read_timeout=READ_S,
