@@ -420,7 +420,7 @@ def test_one_of_several_workers_has_to_be_named(tmp_path: Path) -> None:
         (("--context", "64", "--output-tokens", "64"), "must exceed --output-tokens 64"),
         (("--role", "prefill", "--engine-profile-out", "e.toml"), "--engine-profile-out requires --role aggregated"),
         (("--out", "missing/p.json"), "no such directory missing"),
-        (("--model-name", "forebay-other"), "forebay-default"),
+        (("--model", "forebay-other"), "forebay-default"),
     ],
 )
 def test_invalid_options_are_rejected(up: Up, tmp_path: Path, options: tuple[str, ...], message: str) -> None:

@@ -21,7 +21,7 @@ from forebay.processes.card_keeper import keep_card
 from forebay.transport.base import Log
 from forebay.transport.models import ModelStore, stored_card
 from forebay.transport.sqlite.log import SqliteLog
-from tests.cli.in_process import error_of, forebay
+from tests.cli.in_process import error_of, forebay, json_of
 from tests.cli.up import ADMIN_TOKEN, Up, running
 from tests.harness import fork_server
 from tests.harness.local import free_ports
@@ -155,8 +155,9 @@ def test_requests_name_their_model(client: httpx.Client) -> None:
         assert response.status_code == 200, response.text
         assert response.json()["model"] == model
         assert response.json()["forebay"]["worker"] in workers
-    explained = client.get(f"/v1/requests/{response.json()['id']}/explain", params={"model": "org/beta"})
-    assert explained.status_code == 200, explained.text
+    explained = f"/v1/requests/{response.json()['id']}/explain"  # the requests of all models are searched
+    assert client.get(explained).json()["submitted"]["model"] == "org/beta"
+    assert client.get(explained, params={"model": "alpha"}).status_code == 404
     long = "word " * (CONTEXT_TOKENS + 50)
     assert client.post("/v1/chat/completions", json=chat("org/beta", long)).status_code == 400
     assert client.post("/v1/chat/completions", json=chat("alpha", long)).status_code == 200
@@ -171,7 +172,20 @@ def test_routes_about_one_model_need_its_name(system: tuple[Up, Path], client: h
     assert required["code"] == "model_required"
     status = client.get("/v1/status", params={"model": "org/beta"}).json()
     assert ([one["worker_id"] for one in status["workers"]], status["owner"]["alive"]) == (["mock-2"], True)
-    assert f"{required['message']}; pass --group NAME" in error_of("status", "--url", up.url, "--json")
+    profile = "profile", "run", "--url", up.url, "--out", "profile.json"
+    assert error_of(*profile) == f"{up.url} serves several models; name one with --model: alpha, org/beta"
+    assert "2 ready workers (mock-0, mock-1) of the model alpha" in error_of(*profile, "--model", "alpha")
+    for where in (["--url", up.url], [log]):  # the models in a table
+        shown = forebay("status", *where)
+        rows = [line.split()[:4] for line in shown.stdout.splitlines()]
+        assert rows[:3] == [
+            ["model", "workers", "active", "queued"],
+            ["alpha", "2", "0", "0"],
+            ["org/beta", "1", "0", "0"],
+        ]
+        assert (shown.returncode, "--group MODEL` shows" in shown.stdout) == (0, True)
+        listed = forebay("status", *where, "--json").stdout.splitlines()
+        assert [json.loads(line)["group"] for line in listed] == ["alpha", "org/beta"]
     shown = forebay("status", "--url", up.url, "--group", "alpha", "--json")
     assert json.loads(shown.stdout)["group"] == "alpha"
     shown = forebay("status", log, "--group", "org/beta", "--json")
@@ -231,20 +245,31 @@ def test_a_log_keeps_the_groups_of_all_models(folder: Path, tmp_path: Path, monk
     beside = "--console", "--console-port", str(console), "--admin-api"
     alone = "--model", str(folder / "beta"), "--model-name", "org/beta", "--block-size", "16"
     starts = (["--model", str(folder / "alpha")], ["alpha"]), (["--config", tables(folder)], ["alpha", "org/beta"])
+    request_id = ""
     for options, models in (*starts, (alone, ["org/beta"])):
         with running("--log", str(log), *options, *beside) as up:
             require_console(f"http://127.0.0.1:{console}", models[0])
             for model in models:
-                assert httpx.post(f"{up.url}/v1/chat/completions", json=chat(model)).status_code == 200
+                response = httpx.post(f"{up.url}/v1/chat/completions", json=chat(model))
+                assert response.status_code == 200
+                request_id = response.json()["id"] if model == "alpha" else request_id
             listed = [card["id"] for card in httpx.get(f"{up.url}/v1/models").json()["data"] if "parent" not in card]
             assert listed == models
+            explained = httpx.get(f"{up.url}/v1/requests/{request_id}/explain", timeout=60).json()
+            assert explained["submitted"]["model"] == "alpha", "also once the model has no workers"
             assert up.end(signal.SIGKILL) == -signal.SIGKILL
     for group in ("alpha", "org/beta"):
         run = forebay("verify", log, "--group", group, "--json")
         report = json.loads(run.stdout)
         assert (run.returncode, report["divergence"], report["claims"]) == (0, None, 2), run.stdout
         assert report["verified"] == report["decisions"] >= 2
-    assert "--group is required; groups of" in error_of("verify", log)
+    only = "reading org/beta, the only group with workers; --group selects one of: alpha, org/beta\n"
+    assert forebay("verify", log).stderr == f"forebay: {only}"
+    assert json_of("status", log)["others"] == ["alpha"]
+    assert "others     alpha, without ready workers" in forebay("status", log).stdout
+    assert json_of("explain", log, request_id)["submitted"]["model"] == "alpha"
+    assert "unknown request 'no'" in error_of("explain", log, "no")
+    assert "unknown request" in error_of("explain", log, request_id, "--group", "org/beta")
     recorded = tmp_path / "both.rec"
     assert forebay("record", log, str(recorded)).returncode == 0
     with closing(SqliteLog.open(recorded, readonly=True)) as recording:

@@ -147,8 +147,10 @@ async def test_a_model_is_loaded_at_its_first_request(scene: Scene) -> None:
 
 
 async def test_an_unknown_model_is_rejected_with_the_listed_ones(scene: Scene) -> None:
-    await scene.serve("two", await scene.store())
+    await scene.serve_all("two")
     await scene.fails("no", 404, "model_not_found", r"'no'.*two")
+    assert (await scene.models.only("")).name == "two", "models without workers do not count"
+    await scene.serve_all("one")
     with pytest.raises(ApiError, match=r"name a model, as in \?model=NAME; models are: one, three, two"):
         await scene.models.only("")
 

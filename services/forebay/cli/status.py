@@ -13,7 +13,7 @@ from forebay.cli.command import StatusCommand
 from forebay.cli.common.credentials import API_KEY_VARIABLE, client_headers
 from forebay.cli.common.errors import OTHER_RULES, USAGE, explained, fail
 from forebay.cli.common.recording import Recording
-from forebay.cli.common.tables import results, span, titled_table
+from forebay.cli.common.tables import print_table, results, span, titled_table
 from forebay.cli.common.terminal import own_stdout, printable
 from forebay.cli.common.unverified import DIVERGED
 from forebay.cli.control.client import IngressClient
@@ -23,28 +23,33 @@ from forebay.journal.groups import groups_of
 from forebay.replay.at import JournalDiverged
 from forebay.replay.policies import require_allowed
 from forebay.replay.status import GroupStatus, OwnerStatus, RankStatus, WorkerStatus, read_status, with_heartbeats
-from forebay.transport.heartbeats import RouterHeartbeats
+from forebay.transport.base import Log
+from forebay.transport.heartbeats import HEARTBEATS_S, RouterHeartbeats
+from forebay.transport.sqlite.log import SqliteLog
 from forebay.transport.sqlite.recording import utc
 
 DERIVED_WITHIN_S = 30.0  # an ingress on Kafka derives the status from the log
-HEARTBEATS_S = 2.5  # standbys write a heartbeat every second
 NOT_READY = 1
 WATCH_S = 2.0  # an ingress on Kafka takes a second of CPU time to derive the status
 RECENT_US = 2 * 3_600_000_000  # older times are shown without their age
 
 
 def run_status(options: StatusCommand) -> None:
-    def read() -> GroupStatus:
+    def read() -> list[GroupStatus]:
         if options.recording.log is None and options.recording.kafka is None:
             return _query(options.url, options.api_key, options.recording.group)
         options.recording.require_one_source()
         return _derive(options.recording, options.allow_policy)
 
-    def print_status(found: GroupStatus) -> None:
+    def print_status(found: list[GroupStatus]) -> None:
         if options.json:
-            click.echo(msgspec.json.encode(found).decode())
+            for status in found:
+                click.echo(msgspec.json.encode(status).decode())
+        elif len(found) == 1:
+            show(results(soft_wrap=True), found[0])
         else:
-            show(results(soft_wrap=True), found)
+            print_table(("model", "workers", "active", "queued", "owner", "state"), map(_summary, found))
+            click.echo("`forebay status --group MODEL` shows one of them")
 
     found = read()
     print_status(found)
@@ -57,11 +62,11 @@ def run_status(options: StatusCommand) -> None:
         if not options.json:
             click.clear()
         print_status(found)
-    if not found.ready:
+    if not all(status.ready for status in [one for one in found if one.workers] or found):
         raise click.exceptions.Exit(NOT_READY)
 
 
-def _query(url: str, api_key: str | None, group: str) -> GroupStatus:
+def _query(url: str, api_key: str | None, group: str) -> list[GroupStatus]:
     with explained():
         headers = client_headers(api_key)
     client = IngressClient(url, headers, group)
@@ -69,17 +74,19 @@ def _query(url: str, api_key: str | None, group: str) -> GroupStatus:
     answer = client.decode(response, "version")
     if response.status_code == HTTPStatus.OK:
         try:
-            return msgspec.convert(answer, GroupStatus)
+            return [msgspec.convert(answer, GroupStatus)]
         except msgspec.ValidationError as error:
             fail(f"{url} returned another version of the status ({error}); use the same version of forebay")
     problem = answer["error"]
+    if not group and (models := problem.get("models")):
+        return [status for model in models for status in _query(url, api_key, model)]
     hints = {"invalid_api_key": f"; set {API_KEY_VARIABLE} or --api-key", "model_required": "; pass --group NAME"}
     code = str(problem.get("code"))
     exit_code = USAGE if response.is_client_error else NOT_READY
     fail(f"{url}: {problem['message']}{hints.get(code, '')}", OTHER_RULES if code == "other_rules" else exit_code)
 
 
-def _derive(recording: Recording, allow_policy: list[str] | None) -> GroupStatus:
+def _derive(recording: Recording, allow_policy: list[str] | None) -> list[GroupStatus]:
     with explained():
         custom = allowed_policies(allow_policy)
         try:
@@ -89,24 +96,39 @@ def _derive(recording: Recording, allow_policy: list[str] | None) -> GroupStatus
             fail(f"{recording.name}: {diverged}", DIVERGED)
 
 
-async def _read(recording: Recording, custom: CustomPolicies) -> GroupStatus:
+async def _read(recording: Recording, custom: CustomPolicies) -> list[GroupStatus]:
     async with recording.source() as log:
         placed = await groups_of(log)
-        group = recording.group_among(placed)
-        partition = placed[group]
-        await require_allowed(log, partition, custom)
-        if recording.kafka is None:
-            return await read_status(log, partition, group, custom)
-        heartbeats = RouterHeartbeats(log, group)
-        following = asyncio.create_task(heartbeats.follow(partition))
-        try:
-            found, _ = await asyncio.gather(
-                read_status(log, partition, group, custom), asyncio.wait([following], timeout=HEARTBEATS_S)
-            )
-        finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
-        return with_heartbeats(found, heartbeats)
+        groups = await recording.groups_among(log, placed)
+        if not groups:
+            fail(f"{recording.name} has no groups yet; start a router and a worker")
+        found = await asyncio.gather(*(_read_group(log, placed[group], group, custom) for group in groups))
+        if recording.group or len(found) > 1:
+            return found
+        return [msgspec.structs.replace(found[0], others=tuple(name for name in placed if name != groups[0]))]
+
+
+async def _read_group(log: Log, partition: int, group: str, custom: CustomPolicies) -> GroupStatus:
+    await require_allowed(log, partition, custom)
+    if isinstance(log, SqliteLog):
+        return await read_status(log, partition, group, custom)
+    heartbeats = RouterHeartbeats(log, group)
+    following = asyncio.create_task(heartbeats.follow(partition))
+    try:
+        found, _ = await asyncio.gather(
+            read_status(log, partition, group, custom), asyncio.wait([following], timeout=HEARTBEATS_S)
+        )
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    return with_heartbeats(found, heartbeats)
+
+
+def _summary(status: GroupStatus) -> tuple[str, ...]:
+    owner = "none" if status.owner.alive is False or status.owner.epoch < 0 else status.owner.owner_id
+    active = status.requests.in_flight - status.requests.queued
+    state = "; ".join(status.problems) or "ready"
+    return status.group, str(len(status.workers)), str(active), str(status.requests.queued), owner, state
 
 
 def show(console: Console, status: GroupStatus) -> None:
@@ -119,6 +141,8 @@ def show(console: Console, status: GroupStatus) -> None:
 
 def _facts(status: GroupStatus) -> Iterator[tuple[str, str]]:
     yield "group", f"{status.group}, {'ready' if status.ready else 'not ready'}"
+    if status.others:
+        yield "others", f"{', '.join(status.others)}, without ready workers; --group NAME shows one of them"
     for problem in status.problems:
         yield "problem", problem
     if status.owner.epoch >= 0:

@@ -27,7 +27,6 @@ TIMEOUT_S = 60.0
 TIMEOUT_S_MAX = 3_600.0
 PATIENCE_S = 10.0  # added to the timeout of an action: longer than every timeout of the ingress itself
 TOKEN_CHARS_MAX = 4_096  # as of the admin token of an ingress
-MODEL_REQUIRED = "model_required"  # error code of an ingress that serves several models
 
 AdminToken = Annotated[
     str, Header(alias="x-forebay-admin-token", description="Admin token of the ingress, which checks it.")
@@ -99,10 +98,7 @@ class Actions:
         headers = {"authorization": f"Bearer {admin_token}"}
         try:
             async with httpx.AsyncClient(timeout=timeout_s + PATIENCE_S, mounts=self._mounts) as client:
-                response = await client.post(url, json=body, headers=headers)
-                if _error_code(response) == MODEL_REQUIRED:
-                    query = {"model": self._model}
-                    response = await client.post(url, params=query, json=body, headers=headers)
+                response = await client.post(url, params={"model": self._model}, json=body, headers=headers)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             text = f"the ingress {self._ingress_url} does not respond ({type(error).__name__}); check --url"
             raise ApiError(502, "ingress_unreachable", text) from error

@@ -28,11 +28,13 @@ from forebay.events.request_ids import aliases_of
 from forebay.events.topics import DECISIONS, INPUTS
 from forebay.ingress.child_process import ChildConnection, ChildResponse
 from forebay.ingress.explain_worker import LogSource, opened_log
+from forebay.journal.groups import groups_of
 from forebay.replay.at import NoSuchRecord, Position, last_time
 from forebay.replay.catalog import request_queries
 from forebay.replay.catalog.seek import catalog_explanation, catalog_position
 from forebay.replay.catalog.store import CatalogError, Store
 from forebay.replay.compare import compare_moments
+from forebay.replay.explain.explain import explain_among
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.explain.find import UnknownRequest
 from forebay.replay.policies import load_policies
@@ -78,11 +80,8 @@ class Reader:
         )
 
     async def _status(self, message: ReadStatus) -> GroupStatus:
-        position = await self._position(message.at_us)
-        later = position.later.unrecorded
-        applied = {topic: offset - later.get(topic, 0) for topic, offset in position.world.view.items()}
-        group, partition = self._settings.group, self._settings.partition
-        status = await build_status(self._log, partition, group, position.world, applied, "log")
+        world = (await self._position(message.at_us)).world
+        status = await build_status(self._log, self._settings.partition, self._settings.group, world, "log")
         # The ends of the topics are those of now, so a past moment has no lag that could be shown.
         return status if message.at_us is None else msgspec.structs.replace(status, topics=[])
 
@@ -90,15 +89,21 @@ class Reader:
         row = None if message.number is None else request_queries.request(self._store.connection, message.number)
         if message.number is not None and (row is None or message.request_id not in aliases_of(row.request_id)):
             raise NoSuchRecord(f"the request {message.request_id!r} was not submitted at offset {message.number}")
-        return await catalog_explanation(
-            self._log,
-            self._settings.partition,
-            self._store,
-            message.request_id,
-            journal_offset=None if row is None else row.journal_offset,
-            with_changes=message.with_changes,
-            custom=self._custom,
-        )
+        try:
+            return await catalog_explanation(
+                self._log,
+                self._settings.partition,
+                self._store,
+                message.request_id,
+                journal_offset=None if row is None else row.journal_offset,
+                with_changes=message.with_changes,
+                custom=self._custom,
+            )
+        except UnknownRequest:
+            others = [one for one in (await groups_of(self._log)).values() if one != self._settings.partition]
+            if not others:
+                raise
+            return await explain_among(self._log, others, message.request_id, custom=self._custom)
 
     async def _record(self, message: ReadRecord) -> dict[str, Any]:
         if message.topic not in TOPICS:

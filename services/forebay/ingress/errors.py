@@ -24,6 +24,8 @@ class ApiError(Exception):
         retry_after_s: sent with status 429 and 503.
     """
 
+    models: list[str] | None = None  # of `model_required`, for clients that send a request for each
+
     def __init__(
         self, status: int, code: str, message: str, param: str | None = None, *, retry_after_s: int = RETRY_AFTER_S
     ) -> None:
@@ -39,7 +41,8 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        more = {} if self.models is None else {"models": self.models}
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code, **more}}
 
     def encoded(self) -> bytes:
         return msgspec.json.encode(self.body())
@@ -69,8 +72,11 @@ def internal_error() -> ApiError:
 
 def model_required(names: Iterable[str]) -> ApiError:
     """Return the error for a request about one model that names none, although there are several models."""
-    text = f"name a model, as in ?model=NAME; models are: {', '.join(names) or 'none'}"
-    return ApiError(400, "model_required", text, "model")
+    listed = list(names)
+    text = f"name a model, as in ?model=NAME; models are: {', '.join(listed) or 'none'}"
+    error = ApiError(400, "model_required", text, "model")
+    error.models = listed
+    return error
 
 
 def no_router(model: str) -> ApiError:

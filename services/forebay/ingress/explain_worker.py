@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager, closing
 import msgspec
 
 from forebay.ingress.child_process import ChildConnection, ChildResponse
-from forebay.replay.explain.explain import explain
+from forebay.journal.groups import groups_of
+from forebay.replay.explain.explain import explain_among
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.explain.find import UnknownRequest
 from forebay.replay.policies import load_policies, require_allowed
@@ -31,10 +32,10 @@ class LogSource(msgspec.Struct, frozen=True):
 
 
 class ExplainRequest(msgspec.Struct, frozen=True, tag="explain"):
-    """Message to explain a request; `partition` is that of the control topics of its group."""
+    """Message to explain a request; `partition` is that of the control topics of its group, None to search all."""
 
     request_id: str
-    partition: int
+    partition: int | None
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status"):
@@ -60,12 +61,13 @@ async def _respond(source: LogSource, request: AnyRequest) -> ChildResponse:
     try:
         async with opened_log(source) as log:
             custom = load_policies(source.policies)
-            await require_allowed(log, request.partition, custom)
             found: Explanation | GroupStatus
             if isinstance(request, StatusRequest):
+                await require_allowed(log, request.partition, custom)
                 found = await read_status(log, request.partition, request.group, custom)
             else:
-                found = await explain(log, request.partition, request.request_id, thorough=False, custom=custom)
+                partitions = (await groups_of(log)).values() if request.partition is None else [request.partition]
+                found = await explain_among(log, partitions, request.request_id, thorough=False, custom=custom)
     except UnknownRequest as unknown:
         return ChildResponse(status=404, code="request_not_found", message=str(unknown))
     except (PolicyNotAllowed, ConfigError) as unusable:

@@ -25,8 +25,8 @@ class Explainer:
             work = "requests are being explained"
             self._child = SharedChild(child, limit_s=limit_s, work=work, code="explain", hint=HINT)
 
-    async def explain(self, request_id: str, partition: int) -> bytes:
-        """Return the explanation of a request, as JSON of `forebay.replay.explain.explanation`.
+    async def explain(self, request_id: str, partition: int | None) -> bytes:
+        """Return the explanation of a request of a group, or of any, as JSON of `forebay.replay.explain.explanation`.
 
         Raises ApiError: 501 for a log in memory, 404 for an unknown request, 409 if an owner with other decision rules
         decided about it, or an error of `SharedChild.request`.

@@ -212,14 +212,15 @@ class ServedModels:
         return await self.find(name, name)
 
     def group(self, name: str) -> GroupClient:
-        """Return the client of a model's group. An empty name means the only model.
+        """Return the client of a model's group. An empty name means the only model, or the only one with ready workers.
 
         Raises ApiError: 400 if the name is missing, 404 for an unknown name.
         """
         names = sorted(self._entries)
-        if not name and len(names) != 1:
+        served = [entry.name for entry in self.ready()] or names
+        if not name and len(served) != 1:
             raise model_required(names)
-        entry = self._only or self._entries.get(name or names[0])
+        entry = self._only or self._entries.get(name or served[0])
         if entry is None:
             raise ApiError(404, "model_not_found", unknown_name("model", name, names), "model")
         return entry.group

@@ -1,5 +1,8 @@
 """List the groups of a log and the configurations of their pools."""
 
+import asyncio
+from collections.abc import Mapping
+
 from forebay.core.state.groups import Groups
 from forebay.events.control import PolicySet, PoolConfigured
 from forebay.events.snapshots import WorldState
@@ -7,8 +10,9 @@ from forebay.events.topics import CONTROL, DECISIONS, GROUPS, SNAPSHOTS
 from forebay.journal.claims import valid_claims
 from forebay.journal.records import events_of
 from forebay.journal.snapshots import snapshots_taken, state_of
-from forebay.transport.base import Log
+from forebay.transport.base import Log, records_of
 from forebay.transport.directory import PARTITION
+from forebay.transport.heartbeats import owner_of
 from forebay.transport.sqlite.log import SqliteLog
 
 
@@ -30,6 +34,22 @@ async def groups_of(log: Log) -> dict[str, int]:
         return dict(sorted(placed.partitions.items()))
     pools = await pools_of(log, 0)
     return {pools[0].model if pools else "": 0}
+
+
+async def groups_with_workers(log: Log, placed: Mapping[str, int]) -> list[str]:
+    """Return those of the groups that have ready workers now; of a log file, those of its last start. Raises LogError.
+
+    All groups are returned if none has workers.
+    """
+    if isinstance(log, SqliteLog):
+        begin, end = await log.begin(GROUPS.name, PARTITION), await log.end(GROUPS.name, PARTITION)
+        records = [record async for record in records_of(log, GROUPS, PARTITION, begin, end)]
+        # A start appends the placements of its models together.
+        found = [(record.key or b"").decode() for record in records if record.at_us == records[-1].at_us]
+    else:
+        owners = await asyncio.gather(*(owner_of(log, group, number) for group, number in placed.items()))
+        found = [one.group for one in owners if one and one.ready_aggregated + one.ready_prefill + one.ready_decode]
+    return [group for group in placed if group in found] or list(placed)
 
 
 async def pools_of(log: Log, partition: int) -> list[PoolConfigured]:

@@ -9,7 +9,6 @@ after the newest decision that lead to no other one: see `forebay.replay.at`.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -115,6 +114,7 @@ class GroupStatus(Fact, frozen=True, kw_only=True):
     workers: list[WorkerStatus]
     requests: RequestsStatus
     topics: list[TopicStatus]
+    others: tuple[str, ...] = ()
 
 
 def missing_worker(world: World, model: str) -> Missing | None:
@@ -141,16 +141,14 @@ async def read_status(log: Log, partition: int, group: str, custom: CustomPolici
     Raises JournalDiverged if a journal record does not follow from the events, and LogError if the log is damaged.
     """
     if not await log.end(DECISIONS.name, partition):
-        return await build_status(log, partition, group, World(custom), {}, "log")
+        return await build_status(log, partition, group, World(custom), "log")
     position = await seek_time(log, partition, await last_time(log, partition), custom)
-    later = position.later.unrecorded
-    applied = {topic: offset - later.get(topic, 0) for topic, offset in position.world.view.items()}
-    return await build_status(log, partition, group, position.world, applied, "log")
+    return await build_status(log, partition, group, position.world, "log")
 
 
 async def owner_status(log: Log, partition: int, group: str, world: World) -> GroupStatus:
     """Return the status of a group whose owner runs in this process and has this world. Raises LogError."""
-    status = await build_status(log, partition, group, world, world.view, "owner")
+    status = await build_status(log, partition, group, world, "owner")
     owner = msgspec.structs.replace(status.owner, alive=True, standbys=[])
     return msgspec.structs.replace(status, owner=owner)
 
@@ -169,12 +167,9 @@ def with_heartbeats(status: GroupStatus, heartbeats: OwnerPresence) -> GroupStat
 
 
 async def build_status(
-    log: Log, partition: int, group: str, world: World, applied: Mapping[str, int], source: Literal["owner", "log"]
+    log: Log, partition: int, group: str, world: World, source: Literal["owner", "log"]
 ) -> GroupStatus:
-    """Return the status of a group in this world.
-
-    `applied` has the next offset to apply by input topic, as far as a journal record counts the events before it.
-    """
+    """Return the status of a group in this world."""
     epoch = world.owner_epoch
     claim = await claim_at(log, partition, epoch)
     ends = {topic.name: await log.end(topic.name, partition) for topic in INPUTS}
@@ -209,7 +204,7 @@ async def build_status(
         requests=RequestsStatus(
             in_flight=phases.total(), queued=phases[Phase.QUEUED], by_phase=dict(sorted(phases.items()))
         ),
-        topics=[_topic(name, partition, applied.get(name, 0), end) for name, end in ends.items()],
+        topics=[_topic(name, partition, world.view.get(name, 0), end) for name, end in ends.items()],
     )
 
 

@@ -24,6 +24,7 @@ OWNER_SILENT_S = 2.0  # four missed heartbeats, because a busy owner may miss on
 STANDBY_SILENT_S = 10.0  # long, so that a standby that follows a long journal stays counted
 STANDBYS_MAX = 64  # maximum number of standbys kept per group
 READ_MAX = 256
+HEARTBEATS_S = 2.5  # an owner writes four heartbeats per second, a standby one
 
 
 class OwnerPresence(Protocol):
@@ -133,6 +134,29 @@ class RouterHeartbeats:
     def _forget_silent_standbys(self) -> None:
         since_s = self._clock_s() - STANDBY_SILENT_S
         self._standbys = {name: kept for name, kept in self._standbys.items() if kept[0] >= since_s}
+
+
+async def owner_of(log: Log, group: str, partition: int) -> RouterHeartbeat | None:
+    """Return the next heartbeat of the owner of a group, None if there is none. Raises LogError."""
+    heartbeats = RouterHeartbeats(log, group)
+    following = asyncio.create_task(heartbeats.follow(partition))
+    try:
+        async with asyncio.timeout(HEARTBEATS_S):
+            while heartbeats.owner is None and not following.done():
+                heartbeats.changed.clear()
+                await asyncio.wait(
+                    (following, waiting := asyncio.create_task(heartbeats.changed.wait())),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                waiting.cancel()
+    except TimeoutError:
+        return None
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    if heartbeats.owner is None:
+        following.result()  # raises the error of the log
+    return None if heartbeats.owner is None or heartbeats.owner.released else heartbeats.owner
 
 
 class HeartbeatMetrics(Collector):

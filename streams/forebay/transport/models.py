@@ -18,11 +18,10 @@ from hashlib import sha256
 
 from forebay import runtime
 from forebay.events.codec import DecodeError, decode, encode
-from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.models import CHUNK_BYTES_MAX, AliasSet, FileChunk, ModelCard, ModelStored, StoredFile
 from forebay.events.topics import MODELS
 from forebay.transport.base import Draft, Log, LogError, Record, Tail
-from forebay.transport.heartbeats import RouterHeartbeats
+from forebay.transport.heartbeats import owner_of
 
 logger = logging.getLogger(__name__)
 
@@ -260,9 +259,6 @@ def _unpacked(packed: bytes, size: int, sha: str) -> bytes | None:
     return content if len(content) == size and sha256(content).hexdigest() == sha else None
 
 
-HEARTBEATS_S = 2.5  # an owner writes four heartbeats per second
-
-
 class UseUnknown(LogError):
     """A group has no owner, so nobody knows which card its workers use."""
 
@@ -272,7 +268,7 @@ async def cards_in_use(log: Log, partitions: Mapping[str, int]) -> dict[str, str
 
     Raises UseUnknown if a group has no owner, or LogError.
     """
-    owners = await asyncio.gather(*(_owner_of(log, group, number) for group, number in partitions.items()))
+    owners = await asyncio.gather(*(owner_of(log, group, number) for group, number in partitions.items()))
     unknown = [group for group, owner in zip(partitions, owners, strict=True) if owner is None]
     if unknown:
         raise UseUnknown(
@@ -301,26 +297,3 @@ async def remove_unused(
     if unused:
         await store.remove(unused)
     return unused
-
-
-async def _owner_of(log: Log, group: str, partition: int) -> RouterHeartbeat | None:
-    """Return the next heartbeat of the owner of a group, None if there is none."""
-    heartbeats = RouterHeartbeats(log, group)
-    following = asyncio.create_task(heartbeats.follow(partition))
-    try:
-        async with asyncio.timeout(HEARTBEATS_S):
-            while heartbeats.owner is None and not following.done():
-                heartbeats.changed.clear()
-                await asyncio.wait(
-                    (following, waiting := asyncio.create_task(heartbeats.changed.wait())),
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                waiting.cancel()
-    except TimeoutError:
-        return None
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-    if heartbeats.owner is None:
-        following.result()  # raises the error of the log
-    return None if heartbeats.owner is None or heartbeats.owner.released else heartbeats.owner

@@ -1,6 +1,6 @@
 """Source of recorded events: a log file, a recording or Kafka, and the group to read."""
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,7 @@ from forebay.cli.common.cluster_options import NAMESPACE, NamespaceOption, Prope
 from forebay.cli.common.errors import fail
 from forebay.cli.common.options import Argument, Option
 from forebay.events.names import unknown_name
+from forebay.processes.notices import complain
 from forebay.transport.base import Log
 from forebay.transport.kafka.settings import KafkaSettings
 
@@ -115,16 +116,25 @@ class Recording(Source):
 
         async with self.source() as log:
             placed = await groups_of(log)
-            partition = placed[self.group_among(placed)]
+            partition = placed[await self.group_among(log, placed)]
             await require_allowed(log, partition, custom)
             yield log, partition
 
-    def group_among(self, placed: Collection[str]) -> str:
-        """Return the group to read. If it is not one of the log's groups `placed`, end the command with an error."""
+    async def group_among(self, log: Log, placed: Mapping[str, int]) -> str:
+        """Return the group to read, of the log's groups `placed`. If there are several, end the command."""
+        found = await self.groups_among(log, placed)
+        if len(found) != 1:
+            fail(f"--group is required; groups of {self.name} are: {', '.join(sorted(placed)) or 'none'}")
+        if not self.group and len(placed) > 1:
+            complain(f"reading {found[0]}, the only group with workers; --group selects one of: {', '.join(placed)}")
+        return found[0]
+
+    async def groups_among(self, log: Log, placed: Mapping[str, int]) -> list[str]:
+        """Return the group of `--group`, or all with workers. If `placed` lacks the group, end the command."""
+        from forebay.journal.groups import groups_with_workers  # noqa: PLC0415 - as above
+
         if self.group in placed:
-            return self.group
-        if not self.group and len(placed) == 1:
-            return next(iter(placed))
+            return [self.group]
         if self.group:
             fail(f"{self.name}: {unknown_name('group', self.group, sorted(placed))}")
-        fail(f"--group is required; groups of {self.name} are: {', '.join(sorted(placed)) or 'none'}")
+        return await groups_with_workers(log, placed) if len(placed) > 1 else list(placed)

@@ -106,7 +106,7 @@ async def _settings_of(options: ConsoleCommand) -> ConsoleSettings:
     recording, custom = options.recording, allowed_policies(options.allow_policy)
     async with recording.source() as log:
         placed = await groups_of(log)
-        group = recording.group_among(placed)
+        group = await recording.group_among(log, placed)
         await require_allowed(log, placed[group], custom)
         kind: SourceKind = "kafka"
         if isinstance(log, SqliteLog):

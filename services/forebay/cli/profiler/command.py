@@ -32,7 +32,7 @@ class ProfileRunCommand:
     out: Annotated[Path, Option("--out", short="-o", help="JSON file for the measured points.")]
     url: Annotated[str, Option(help="URL of the running system.")] = URL
     api_key: ClientKeyOption = None
-    model_name: Annotated[str, Option(help="Model name in the API.", default_text="first of the system")] = ""
+    model: Annotated[str, Option(metavar="NAME", help="Model name in the API, if there are several.")] = ""
     worker: Annotated[
         str, Option(help="Id of the worker, if there are several; requires an ingress with --routing-hints.")
     ] = ""

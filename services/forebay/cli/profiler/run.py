@@ -5,6 +5,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
 import msgspec
@@ -74,7 +75,7 @@ def run_profile(options: ProfileRunCommand) -> None:
                 raise ConfigError(
                     f"--engine-profile-out requires --role aggregated, got {options.role}; it needs prefill and decode"
                 )
-        system: ProfiledSystem = find_system(options.url.rstrip("/"), headers, options.model_name, options.worker)
+        system: ProfiledSystem = find_system(options.url.rstrip("/"), headers, options.model, options.worker)
         settings = ProfileSettings(
             model=system.model,
             worker=options.worker,
@@ -106,15 +107,17 @@ def _numbers(option: str, text: str, most: int) -> tuple[int, ...]:
 
 def find_system(url: str, headers: dict[str, str], model: str, worker: str) -> ProfiledSystem:
     with httpx.Client(headers=headers, timeout=REQUEST_TIMEOUT_S) as client:
-        models = [str(one["id"]) for one in _get(client, f"{url}/v1/models")["data"]]
+        cards = _get(client, f"{url}/v1/models")["data"]  # adapters have a `parent`, and aliases a `root`
+        models = {str(one["id"]): str(one.get("parent") or one.get("root") or one["id"]) for one in cards}
         if not models:
             raise ConfigError(f"{url} serves no model")
         if model and model not in models:
             raise ConfigError(unknown_name("model", model, models))
-        chosen = model or models[0]
-        workers = [
-            str(one["worker_id"]) for one in _get(client, f"{url}/v1/status")["workers"] if one["state"] == "ready"
-        ]
+        if not model and len(served := sorted(set(models.values()))) > 1:
+            raise ConfigError(f"{url} serves several models; name one with --model: {', '.join(served)}")
+        chosen = model or next(iter(models))
+        status = _get(client, f"{url}/v1/status?{urlencode({'model': models[chosen]})}")
+        workers = [str(one["worker_id"]) for one in status["workers"] if one["state"] == "ready"]
     if worker and worker not in workers:
         raise ConfigError(unknown_name("worker", worker, workers))
     if not worker and len(workers) != 1:

@@ -19,7 +19,8 @@ from forebay.cli.replay.command import ExplainCommand
 from forebay.core.routing.policies import CustomPolicies
 from forebay.core.ttft_parts import Part
 from forebay.events.control import RouterConfig
-from forebay.replay.explain.explain import explain
+from forebay.journal.groups import groups_of
+from forebay.replay.explain.explain import explain_among
 from forebay.replay.explain.explanation import (
     CandidateCost,
     ExcludedRank,
@@ -75,8 +76,11 @@ def run_explain(options: ExplainCommand) -> None:
 async def _explain(
     recording: Recording, request_id: str, on_progress: OnProgress, custom: CustomPolicies
 ) -> Explanation:
-    async with recording.opened(custom) as (log, partition):
-        return await explain(log, partition, request_id, progress=on_progress, custom=custom)
+    async with recording.source() as log:
+        placed = await groups_of(log)
+        groups = await recording.groups_among(log, placed) if recording.group else placed
+        partitions = [placed[group] for group in groups]
+        return await explain_among(log, partitions, request_id, progress=on_progress, custom=custom)
 
 
 def show(console: Console, explanation: Explanation, *, everything: bool) -> None:

@@ -54,14 +54,17 @@ def add_explain(app: FastAPI, models: ServedModels, explainer: Explainer) -> Non
         """Explain the routing and outcome of a request.
 
         The path names the `id` of its response, or the id that the client chose. If several requests have the same id,
-        the explanation is about the last routed one.
+        the explanation is about the last routed one. Without `model`, requests for all models are searched.
         """
-        group, status = group_of(request, models), "error"
+        is_named = "model" in request.query_params
+        group, status = group_of(request, models) if is_named or len(models.names) == 1 else None, "error"
         try:
-            explanation = await explainer.explain(request_id, group.require_partition())
+            partition = None if group is None else group.require_partition()
+            explanation = await explainer.explain(request_id, partition if is_named else None)
             status = "success"
         finally:
-            group.metrics.ended("explain", stream=False, status=status)
+            if group is not None:
+                group.metrics.ended("explain", stream=False, status=status)
         return Response(explanation, media_type="application/json")
 
 
@@ -143,6 +146,8 @@ def add_status(app: FastAPI, models: ServedModels, explainer: Explainer, status_
         """Return the status of the model: owner, workers, requests and topics."""
         group = group_of(request, models)
         found = await (derived(group) if status_of is None else status_of(group.settings.model_name))
+        if "model" not in request.query_params:
+            found = msgspec.structs.replace(found, others=tuple(name for name in models.names if name != found.group))
         return Response(msgspec.json.encode(found), media_type="application/json")
 
 

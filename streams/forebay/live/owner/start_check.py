@@ -77,10 +77,11 @@ async def _placed(log: SqliteLog, models: Sequence[str], standbys: dict[int, Sta
     partitions = await _partitions_of(log, models)
     has_placements = await log.end(GROUPS.name, DIRECTORY) > 0
     if has_placements or len(models) > 1:
-        known = await groups_of(log) if has_placements else {}
-        missing = [(name, number) for name, number in partitions.items() if name not in known]
-        events = [GroupPlaced(group=name, partition=number, at_us=runtime.wall_us()) for name, number in missing]
-        await log.append([Draft(GROUPS.name, DIRECTORY, encode(GROUPS, one), one.group.encode()) for one in events])
+        known = await groups_of(log) if has_placements else models
+        # The placements of this start are repeated: `groups_with_workers` finds its models by the last append.
+        for names in ([name for name in partitions if name not in {*known, *models}], models):
+            events = [GroupPlaced(group=one, partition=partitions[one], at_us=runtime.wall_us()) for one in names]
+            await log.append([Draft(GROUPS.name, DIRECTORY, encode(GROUPS, one), one.group.encode()) for one in events])
         has_placements = True
     for standby in standbys.values():
         standby.continue_on(log)

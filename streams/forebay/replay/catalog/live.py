@@ -117,7 +117,8 @@ class LivePublisher:
             ends = tuple([await self._log.end(topic.name, self._partition) for topic in INPUTS])
             key = (reader.derived, ends, None if self._later is None else self._later.applied.total())
             if key != self._key:
-                self._derived = await self._build_status(reader.world)
+                shown = reader.world if self._later is None else self._later.world
+                self._derived = await build_status(self._log, self._partition, self._group, shown, "log")
                 self._key = key
         if self._derived is not None:
             derived = self._derived
@@ -142,10 +143,6 @@ class LivePublisher:
         if now_s - self._scaling_s >= SCALING_EVERY_S:
             self._scaling_s = now_s
             await add_scaling_markers(self._follower.store, self._log, self._group)
-
-    async def _build_status(self, world: World) -> GroupStatus:
-        shown = world if self._later is None else self._later.world
-        return await build_status(self._log, self._partition, self._group, shown, dict(world.view), "log")
 
     async def _follow_tail(self) -> bool:
         """Apply the events after the newest journal record, if the journal is idle. Return whether rows changed."""

@@ -5,7 +5,7 @@ the end of the journal are listed as not yet applied by an owner.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -29,9 +29,10 @@ from forebay.replay.explain.find import (
     find_unapplied_submission,
 )
 from forebay.replay.explain.timeline import Timeline, submission_of
+from forebay.replay.policies import require_allowed
 from forebay.replay.states import States
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
-from forebay.transport.base import Log, NotDerivable, Record, records_of
+from forebay.transport.base import Log, LogError, NotDerivable, Record, records_of
 
 BREATHE_EVERY = 64  # journal records between yields to the event loop, for time limits and signals
 
@@ -96,6 +97,36 @@ async def explain(
         unverified=reader.unverified,
         divergence=divergence,
     )
+
+
+async def explain_among(
+    log: Log,
+    partitions: Iterable[int],
+    request_id: str,
+    *,
+    thorough: bool = True,
+    progress: OnProgress | None = None,
+    custom: CustomPolicies = ONLY_BUILT_IN,
+) -> Explanation:
+    """Explain the most recent request with this ID in any of these control partitions.
+
+    Raises as `explain`, and PolicyNotAllowed. A failure of a partition does not matter if another one has the request.
+    """
+    found: list[Explanation] = []
+    errors: list[UnknownRequest | LogError] = []
+    for partition in partitions:
+        try:
+            await require_allowed(log, partition, custom)
+            found.append(await explain(log, partition, request_id, thorough=thorough, progress=progress, custom=custom))
+        except (UnknownRequest, LogError) as error:
+            errors.append(error)
+    if not found:
+        raise min(
+            errors,
+            key=lambda one: (isinstance(one, UnknownRequest), not getattr(one, "near", ())),
+            default=UnknownRequest(request_id, ()),
+        )
+    return max(found, key=lambda one: 0 if one.submitted is None else one.submitted.wall_us)
 
 
 async def _derive(

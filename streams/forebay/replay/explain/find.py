@@ -42,6 +42,7 @@ class UnknownRequest(Exception):
     """Raised if no record is about the request. `near` are existing IDs with the same prefix, newest first."""
 
     def __init__(self, request_id: str, near: tuple[str, ...]) -> None:
+        self.near = near
         super().__init__(
             unknown_name("request", request_id, near) if near else f"unknown request {request_id!r}; check the ID"
         )
