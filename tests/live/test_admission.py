@@ -472,10 +472,10 @@ async def test_a_worker_that_left_or_ended_while_no_router_ran_is_logged_without
 ) -> None:
     """After a clean restart nothing is lost, so a router must not alarm anybody."""
     caplog.set_level(logging.INFO)
-    rest = others("idle", "busy", "renamed")
+    rest = others("idle", "busy", "also", "renamed")
     for draining, released in ((False, False), (True, False), (True, True)):
         await polled.poll(lease(draining=draining, released=released), *rest)
-    second = PolledAdmission(log, epoch=8, fleet=applied_fleet(log), busy={"busy"})
+    second = PolledAdmission(log, epoch=8, fleet=applied_fleet(log), busy={"busy", "also"})
     for number in range(4):
         await second.poll(lease("renamed", token="successor", renewed=number), observed_ms=HALF_MS)
     outcomes = {(record.levelname, record.getMessage().partition(":")[0]) for record in caplog.records}
@@ -484,7 +484,9 @@ async def test_a_worker_that_left_or_ended_while_no_router_ran_is_logged_without
         ("INFO", "worker idle ended while no router was running"),
         ("INFO", "worker renamed ended while no router was running"),
     }
-    assert {text for level, text in outcomes if level == "WARNING" and "worker" in text} == {"worker busy is lost"}
+    (line,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert line.startswith("2 workers are lost: "), "and no fault of Redis"
+    assert line.endswith(" (also, busy)")
 
 
 async def test_a_draining_worker_that_dies_is_lost(polled: PolledAdmission, caplog: pytest.LogCaptureFixture) -> None:

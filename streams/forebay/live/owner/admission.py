@@ -44,6 +44,7 @@ from forebay.transport.base import Draft, Lease, Log, LogError
 logger = logging.getLogger(__name__)
 
 SLOT_RETRY_S = 60.0  # reading the end of an unusable slot blocks the polls of all workers for 10 s, so retry rarely
+NAMES_MAX = 16  # in one line of the log
 FOREIGN = "a record of fleet that this router did not write changed it"
 RESPONDING = {"aggregated", "decode"}  # roles that stream responses; a model has workers of only one of these roles
 DISAGGREGATED = ("prefill", "decode")  # roles that exchange KV blocks
@@ -110,8 +111,8 @@ class WorkerAdmission:
             )
             for worker in fleet.workers()
         }
-        # Members of an earlier owner without requests, until this owner has seen their leases.
-        self._unseen = self._members.keys() - busy
+        self._unseen = set(self._members)  # members of an earlier owner, until this owner has seen their leases
+        self._busy = busy
         self._judge = LeaseJudge()
         for worker in fleet.workers():
             self._judge.add(worker.spec.worker_id, worker.lease, worker.lease_ttl_ms)
@@ -241,8 +242,24 @@ class WorkerAdmission:
                 member = self._members[worker_id]
                 if not (member.draining or member.suspect):
                     await self._suspect(worker_id, member, reason)
+        lines: dict[tuple[int, str, str], list[str]] = {}
         for worker_id, reason in losses.items():
+            lines.setdefault((*self._outcome(worker_id), reason), []).append(worker_id)
             await self._lose(worker_id, reason)
+        for (level, outcome, reason), names in lines.items():
+            who, listed = f"worker {names[0]} {outcome}", ""
+            if len(names) > 1:
+                who, listed = (
+                    f"{len(names)} workers {outcome.replace('is ', 'are ')}",
+                    f" ({', '.join(names[:NAMES_MAX])})",
+                )
+            logger.log(level, "%s: %s%s", who, reason, listed)
+
+    def _outcome(self, worker_id: str) -> tuple[int, str]:
+        """Return the log level of the loss of a worker, and what has happened to it."""
+        if worker_id in self._unseen and worker_id not in self._busy:
+            return logging.INFO, "ended while no router was running"
+        return (logging.INFO, "left") if self._members[worker_id].left else (logging.WARNING, "is lost")
 
     async def _suspect(self, worker_id: str, member: _Member, reason: str) -> None:
         member.suspect = True
@@ -250,12 +267,6 @@ class WorkerAdmission:
 
     async def _lose(self, worker_id: str, reason: str) -> None:
         member = self._members.pop(worker_id)
-        if worker_id in self._unseen:
-            logger.info("worker %s ended while no router was running: %s", worker_id, reason)
-        elif member.left:
-            logger.info("worker %s left: %s", worker_id, reason)
-        else:
-            logger.warning("worker %s is lost: %s", worker_id, reason)
         self._unseen.discard(worker_id)
         self._judge.remove(worker_id)
         await self._write_fact(WorkerLost, worker_id, member.worker_epoch, reason)
