@@ -65,7 +65,8 @@ def test_prompts_without_ids_share_nothing() -> None:
 
 def test_equal_times_keep_the_order_of_the_file(tmp_path: Path) -> None:
     times = (0, 3, 3, 3, 7, 7.5)
-    path = write(tmp_path / "t", [{**GOOD, "timestamp": at, "output_length": at_ + 1} for at_, at in enumerate(times)])
+    rows = [{**GOOD, "timestamp": at, "output_length": at_ + 1} for at_, at in enumerate(times)]
+    path = write(tmp_path / "t", [HEADER, *rows])
     found = turns(path)
     assert [turn.output_tokens for turn in found] == [1, 2, 3, 4, 5, 6]
     assert [turn.number for turn in found] == list(range(6))
@@ -435,6 +436,29 @@ def test_columns_of_other_tables_are_named(tmp_path: Path) -> None:
     assert (one.prompt_tokens, one.output_tokens, one.model) == (472, 18, "ChatGPT")
 
 
+OTHER_UNITS = ("start_ms", "at (ms)", "MS", "startMs", "time_us", "t.µs", "unix_nanos", "milliseconds", "ts-usec")
+
+
+@pytest.mark.parametrize("linked", [{}, {"session_id": "a"}])
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([{"chat_id": 1}], "rows with a chat_id have timestamps in seconds"),
+        ([{"timestamp": 0.0}, {"timestamp": 30.25}], "line 2: the timestamp 30.25 has a fraction, so it is in seconds"),
+        ([{"timestamp": 1_700_000_000}], "line 1: the first timestamp 1700000000 counts from 1970"),
+    ],
+)
+def test_a_trace_in_seconds_is_refused(
+    tmp_path: Path, rows: list[dict[str, Any]], reason: str, linked: dict[str, str]
+) -> None:
+    path = write(tmp_path / "t", [{**GOOD, **row, **linked} for row in rows])
+    for skip in (False, True):
+        with pytest.raises(ConfigError, match=f"{reason}; expected whole milliseconds .* convert"):
+            open_workload(path, WorkloadOptions(skip_bad_rows=skip)).survey()
+    converted = write(tmp_path / "c", [HEADER, *({**GOOD, **row, **linked} for row in rows)])
+    assert len(turns(converted)) == len(rows)
+
+
 @pytest.mark.parametrize(
     ("columns", "reason"),
     [
@@ -443,6 +467,7 @@ def test_columns_of_other_tables_are_named(tmp_path: Path) -> None:
         ("time", "expected FIELD=NAME, got 'time'"),
         ("when=a", "unknown field 'when'"),
         ("time=a,prompt=b,output=c", "line 1: unknown column 'a'"),
+        *((f"time={name},prompt=in,output=out", "of its times says") for name in OTHER_UNITS),
     ],
 )
 def test_invalid_columns_are_named(tmp_path: Path, columns: str, reason: str) -> None:

@@ -33,6 +33,12 @@ BLOCK_TOKENS = 512  # of Mooncake's traces, which were published with its paper 
 FORMAT = "forebay.workload"
 VERSION = 1
 BLOCK_TOKENS_MAX = 1 << 20
+CHAT_ID = (b'"chat_id"',)  # in rows of Qwen's usage traces, whose timestamps are seconds
+FIRST_MS_MAX = 1e9  # 11 days; a later first timestamp counts from 1970
+CONVERT = (
+    "expected whole milliseconds from the start of the trace; convert the timestamps and write the header of"
+    " docs/workloads.md#traces-in-seconds before the first row"
+)
 LINKS = (b'"delay"', b'"after"', b'"session_id"', b'"id"')  # rows without these fields have no dependencies
 
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=TIME_MS_MAX)]
@@ -92,6 +98,8 @@ class RowFile:
     def turns(self, errors: RowErrors) -> Iterator[Turn]:
         """Yield the requests in the order of `Workload.turns`. Rows with a fixed time keep the order of the file."""
         errors.file, errors.unit = str(self._path), "line"
+        if self._header is None and _mentions(self._path, CHAT_ID):
+            raise ConfigError(f"{self._path}: rows with a chat_id have timestamps in seconds; {CONVERT}")
         if _mentions(self._path, LINKS):
             return self._linked(errors)
         return self._stream(errors)
@@ -113,6 +121,7 @@ class RowFile:
             except NOT_JSON as error:
                 errors.report(str(error))
                 continue
+            self._require_ms(row, errors.row, is_first=not number)
             if reason := self._misnamed(row.hash_ids, row.input_length) or _timeless(row):
                 errors.report(reason)
                 continue
@@ -129,6 +138,7 @@ class RowFile:
                 plan.skip()
                 errors.report(str(error))
                 continue
+            self._require_ms(row, errors.row, is_first=not plan.line)
             if self._header is None and not row.hash_ids:
                 reason = "Object missing required field `hash_ids`"
             else:
@@ -153,6 +163,19 @@ class RowFile:
                     yield _turn(row, number, tuple(number_of[one] for one in plan.after(at)))
         except (OSError, *NOT_JSON) as error:
             raise ConfigError(f"{self._path}: the file changed while it was read ({error})") from error
+
+    def _require_ms(self, row: "LinkedRow | MooncakeRow", line: int | str, *, is_first: bool) -> None:
+        """Raise ConfigError, also if bad rows are skipped, if the timestamps of Mooncake's format have another unit."""
+        at = row.timestamp
+        if self._header is not None or at is None:
+            return
+        if at % 1:
+            reason = f"the timestamp {at:.15g} has a fraction, so it is in seconds"
+        elif is_first and at > FIRST_MS_MAX:
+            reason = f"the first timestamp {at:.15g} counts from 1970"
+        else:
+            return
+        raise ConfigError(f"{self._path}, line {line}: {reason}; {CONVERT}")
 
     def _misnamed(self, ids: Sequence[int], tokens: int) -> str:
         """Return why a prompt of `tokens` tokens cannot have these block ids; empty if it can."""

@@ -38,6 +38,7 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
 BLOCK_TOKENS = 512  # any value is valid, because the prompts have no block ids
 TIME = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|\+00:00)?", re.ASCII)
 SECONDS = re.compile(r"\d{1,12}(\.\d{1,9})?", re.ASCII)
+OTHER_UNIT = re.compile(r"(?<![a-zA-Z])(?i:[mnuµ]s|[mnu]secs?|(milli|micro|nano)s\w*)(?![a-zA-Z])|(?<=[a-z])[MUN]s$")
 WHOLE = re.compile(r"-?\d{1,18}", re.ASCII)
 
 
@@ -54,6 +55,9 @@ def columns_of(text: str) -> dict[str, str]:
         columns[field] = name
     if missing := [field for field in REQUIRED if field not in columns]:
         raise ConfigError(f"--columns {text}: missing field {missing[0]}, as in {missing[0]}=NAME")
+    if found := OTHER_UNIT.search(columns["time"]):
+        reason = f"the name {columns['time']} of its times says {found[0]!r}; expected a timestamp or seconds"
+        raise ConfigError(f"--columns {text}: {reason}; convert the column, and rename it")
     return columns
 
 
