@@ -34,7 +34,7 @@ from forebay.events.decisions import (
 from forebay.events.fleet import WorkerLost
 from forebay.events.kv import BlocksStored, CacheCleared, StoreBlocksAdded, StoreBlocksRemoved
 from forebay.events.progress import CommandDone, CommandRefused
-from forebay.events.requests import RoutingHints
+from forebay.events.requests import RoutingHints, Task
 from forebay.events.tokens import CommandResponse, RouteResponse
 from forebay.events.topics import CONTROL, DEAD_LETTERS, DECISIONS, FLEET, KV_EVENTS, PROGRESS, TOKENS, work_topic
 from forebay.events.work import ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
@@ -118,6 +118,21 @@ def test_a_rejection_has_its_status_for_requests_and_route_queries(reason: Rejec
     for error in (ended.error, answered.error):
         assert (error.status, error.code, error.message) == (*REJECTED[reason], "no")
     assert (draft.partition, ended.request_id, ended.owner_epoch, answered.request_id) == (SLOT, "r", 3, "q")
+
+
+@pytest.mark.parametrize(("can", "task"), [("generate", "embed"), ("embed", "generate")])
+async def test_a_task_that_no_worker_can_do_is_an_error_of_the_client(
+    system: EffectsSystem, can: Task, task: Task
+) -> None:
+    system.join("w0", tasks=(can,))
+    async with system.owned(fleet=1):
+        await system.serve("plain", PROMPT, task=task)
+        await system.serve("hinted", PROMPT, task=task, lora_name="x")  # which a worker may load
+    plain, hinted = (system.ends()[name][0].error for name in ("plain", "hinted"))
+    assert plain is not None
+    assert hinted is not None
+    assert (plain.status, plain.code, hinted.status) == (400, "unsupported_task", 503)
+    assert plain.message == f"no ready worker of the pool default can {task}; use another model"
 
 
 @pytest.mark.parametrize("reason", get_args(AbortReason))

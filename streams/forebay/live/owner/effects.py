@@ -1,5 +1,6 @@
 """Encode the effects of journalled decisions: work and commands for workers, and responses from the owner itself."""
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple, assert_never
 
@@ -58,6 +59,8 @@ ABORTED: dict[AbortReason, tuple[int, str]] = {
     "pinned_worker_lost": (503, "pinned_worker_lost"),
     "ingress_lost": (503, "ingress_lost"),
 }
+# Message of a rejection if the task is the only condition of the request. It names no task if that is `generate`.
+NO_TASK = re.compile(r"(no ready worker of the pool \S+) (can \w+)?")
 COMMAND_REFUSED: dict[CommandRefusal, tuple[int, str]] = {
     "unknown_model": (404, "model_not_found"),
     "unknown_pool": (404, "unknown_pool"),
@@ -190,8 +193,7 @@ def encode_effects(
         case CommandEnded():
             return [_encode_command_response(group, decided)]
         case RequestRejected():
-            status, code = REJECTED[decided.reason]
-            return [_encode_error(group, decided, 0, status, code)]
+            return [_encode_error(group, decided, 0, _rejection(decided.reason, decided.message))]
         case RequestAborted():
             drafts = []
             if decided.worker_id:
@@ -200,9 +202,13 @@ def encode_effects(
             if decided.holder is not None:
                 drafts.append(_encode_end(WorkCancelled, address_of(group, decided.holder), decided))
             status, code = ABORTED[decided.reason]
-            drafts.append(
-                _encode_error(group, decided, decided.attempt, decided.status or status, decided.code or code)
+            error = ResponseError(
+                status=decided.status or status,
+                code=decided.code or code,
+                message=decided.message,
+                retry_after_s=decided.retry_after_s,
             )
+            drafts.append(_encode_error(group, decided, decided.attempt, error))
             return drafts
         case KvReleased():
             return [_encode_end(ReleaseKv, address_of(group, decided.holder), decided)]
@@ -224,10 +230,7 @@ def _encode_end(
 
 
 def _encode_route_response(group: str, decided: RouteAnswered) -> Draft:
-    error = None
-    if decided.reason is not None:
-        status, code = REJECTED[decided.reason]
-        error = ResponseError(status=status, code=code, message=decided.message)
+    error = None if decided.reason is None else _rejection(decided.reason, decided.message)
     answered = msgspec.convert(decided, RouteResponse, from_attributes=True)
     response = msgspec.structs.replace(answered, error=error, group=group)
     return Draft(TOKENS.name, decided.reply_slot, encode(TOKENS, response))
@@ -246,14 +249,21 @@ def _encode_command_response(group: str, decided: CommandSent | CommandEnded) ->
     return Draft(TOKENS.name, decided.reply_slot, encode(TOKENS, response))
 
 
-def _encode_error(group: str, decided: RequestRejected | RequestAborted, attempt: int, status: int, code: str) -> Draft:
-    retry_after_s = decided.retry_after_s if isinstance(decided, RequestAborted) else 0
+def _rejection(reason: RejectReason, message: str) -> ResponseError:
+    """Return the error of a rejected request. A task that no ready worker can do is the client's error."""
+    status, code = REJECTED[reason]
+    if reason == "no_eligible_worker" and (found := NO_TASK.fullmatch(message)):
+        status, code, message = 400, "unsupported_task", f"{found[1]} {found[2] or 'can generate'}; use another model"
+    return ResponseError(status=status, code=code, message=message)
+
+
+def _encode_error(group: str, decided: RequestRejected | RequestAborted, attempt: int, error: ResponseError) -> Draft:
     ended = ResponseEnded(
         request_id=decided.request_id,
         attempt=attempt,
         owner_epoch=decided.owner_epoch,
-        finish_reason="cancelled" if code == "cancelled" else "error",
-        error=ResponseError(status=status, code=code, message=decided.message, retry_after_s=retry_after_s),
+        finish_reason="cancelled" if error.code == "cancelled" else "error",
+        error=error,
         group=group,
         reply_key=decided.reply_key,
     )
