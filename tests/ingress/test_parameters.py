@@ -168,6 +168,20 @@ async def test_completion_log_probabilities(scene: Scene) -> None:
     assert [len(one) for one in given["top_logprobs"]] == [2] * len(token_ids)
 
 
+async def test_alternatives_with_the_same_text_are_all_reported(scene: Scene) -> None:
+    """Parts of characters have the same replacement text. Of tokens with the same bytes, the most likely one counts."""
+    ids = {scene.model.token_bytes[at]: at for at in range(scene.model.vocabulary_size)}
+    names = [b"\xe2", b"\xe3", b"\xf0", b" a"]
+    top = tuple(TopLogprob(token_id=ids[name], logprob=-1.0 - at) for at, name in enumerate([*names, b"\xe2"]))
+    pending = scene.start(TEXT, text(logprobs=5))
+    request = await scene.next_request()
+    scene.emit(request.request_id, [ids[b"\xe2"]], logprobs=(TokenLogprob(logprob=-1.0, top=top),))
+    scene.end(request.request_id)
+    given = (await pending).json()["choices"][0]["logprobs"]
+    assert given["tokens"] == ["bytes:\\xe2"]
+    assert given["top_logprobs"] == [{"bytes:\\xe2": -1, "bytes:\\xe3": -2, "bytes:\\xf0": -3, " a": -4}]
+
+
 async def test_tokens_after_a_stop_string_have_no_log_probabilities(scene: Scene) -> None:
     pending = scene.start(CHAT, chat(logprobs=True, stop="river"))
     request = await scene.next_request()

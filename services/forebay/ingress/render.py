@@ -123,9 +123,10 @@ class ResponseFormatter:
             self._offset += len(one.text)
         return {
             "text_offset": offsets,
-            "tokens": [one.text for one in delta.logprobs],
+            "tokens": [_name(one) for one in delta.logprobs],
             "token_logprobs": [one.logprob for one in delta.logprobs],
-            "top_logprobs": [{top.text: top.logprob for top in one.top} for one in delta.logprobs],
+            # Of several tokens with one name, the most likely one comes first, and counts.
+            "top_logprobs": [{_name(top): top.logprob for top in reversed(one.top)} for one in delta.logprobs],
         }
 
     def _extensions(self, served: Sequence[ServingInfo]) -> dict[str, Any]:
@@ -153,6 +154,14 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
 
 def _logprob(one: DecodedLogprob) -> dict[str, Any]:
     return {**_alternative(one), "top_logprobs": [_alternative(top) for top in one.top]}
+
+
+def _name(one: DecodedLogprob) -> str:
+    """Return the text of a token, or `bytes:` and its bytes if it is a part of a character, as OpenAI does."""
+    try:
+        return one.token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in one.token)
 
 
 def _alternative(one: DecodedLogprob) -> dict[str, Any]:
