@@ -1,7 +1,9 @@
 """Bodies of requests: invalid ones get a 4xx that names the parameter, and parameters without effect are accepted."""
 
+import gzip
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from pydantic import ValidationError
 
 from forebay.events.control import BusyThresholds, DisaggConfig, PoolConfigured, RouterConfig
 from forebay.events.topics import CONTROL
+from forebay.ingress.body_limits import BOM
 from forebay.ingress.errors import ApiError
 from forebay.ingress.kafka_api.request import body_of
 from forebay.ingress.model import Model
@@ -167,7 +170,11 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TIME] * 129}, "tools"),
     ({"tool_choice": "required"}, "the request has no tools"),
     ({"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "'other'"),
-    ({"tools": [TIME], "tool_choice": "always"}, "tool_choice"),
+    ({"tools": [TIME], "tool_choice": "always"}, "tool_choice: Input should be 'none', 'auto' or 'required' or an"),
+    ({"tools": [TIME], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type: Input should be 'function'"),
+    ({"stop": 5}, "stop: Input should be a valid string or a valid array"),
+    ({"messages": [{"role": "user", "content": ["hi"]}]}, "messages[0].content[0]: Input should be an object"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "content[0].text: Input should be a"),
     ({"tools": [TIME], "tool_choice": "required", "response_format": {"type": "json_object"}}, "mutually exclusive"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id is missing"),
     ({"messages": [{**GREETING, "tool_calls": [CALL]}]}, "requires the role assistant"),
@@ -199,6 +206,9 @@ TEXTS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["a", ""]}, "the prompt is empty"),
     ({"prompt": []}, "the prompt is empty"),
     ({"prompt": ["a", [1]]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt[1]: Input should be a valid string"),
+    ({"prompt": [1, 2, "a", 4]}, "prompt[2]: Input should be a valid integer"),
+    ({"prompt": [1, 2, -1]}, "prompt[2]: Input should be greater than or equal to 0"),
     ({"prompt": [5] * 90_000, "n": 100}, "9,000,000 prompt tokens"),
     ({"prompt": "a", "echo": True, "logprobs": 1}, "echo is not supported together with logprobs"),
 ]
@@ -388,6 +398,36 @@ async def test_invalid_bodies_are_rejected_by_name_and_change_nothing(
     assert len(shared_scene.events(CONTROL)) == len(POOLS)
 
 
+PLAIN = json.dumps({"prompt": "a"}).encode()
+ZIPPED = gzip.compress(PLAIN)
+LARGE = b'{"prompt": "' + b"a" * (1 << 21)  # above the limits of both routes
+ENCODINGS: list[tuple[str, bytes, int, str]] = [
+    *((coding, ZIPPED, 200, "") for coding in ("gzip", "GZIP", "x-gzip")),
+    ("identity", PLAIN, 200, ""),
+    ("", BOM + PLAIN, 200, ""),
+    ("gzip", gzip.compress(BOM + PLAIN), 200, ""),
+    *(("gzip", raw, 400, "invalid_encoding") for raw in (PLAIN, ZIPPED[:-1], ZIPPED + b"x", b"")),
+    ("gzip", gzip.compress(LARGE), 413, "body_too_large"),
+    *((coding, ZIPPED, 415, "unsupported_content_encoding") for coding in ("br", "zstd", "gzip, gzip", "utf-8")),
+    *(("", PLAIN.decode().encode(charset), 400, "invalid_json") for charset in ("utf-16", "utf-16-be", "utf-32")),
+]
+
+
+@MODULE_LOOP
+@pytest.mark.parametrize(("coding", "raw", "status", "code"), ENCODINGS)
+@pytest.mark.parametrize("path", ["/tokenize", BUSY])
+async def test_encoded_bodies(shared_scene: Scene, path: str, coding: str, raw: bytes, status: int, code: str) -> None:
+    if path == BUSY and status == 200:
+        status, code = 400, INVALID  # the body has no `model`
+    headers = {"content-encoding": coding} if coding else {}
+    response = await shared_scene.client.post(path, content=raw, headers=headers)
+    found = response.json().get("error", {})
+    assert (response.status_code, found.get("code", "")) == (status, code)
+    assert response.headers.get("accept-encoding") == ("gzip" if status == 415 else None)
+    if code == "invalid_json":
+        assert "UTF-8" in found["message"]
+
+
 async def test_a_declared_length_beyond_64_bits_is_too_large(scene: Scene) -> None:
     response = await scene.client.post(CHAT, content=b"{}", headers={"content-length": "9" * 5_000})
     assert response.status_code == 413
@@ -435,9 +475,52 @@ async def _refuse_all(request_id: str, prepared: PreparedRequest) -> Stream:
     raise ApiError(418, "valid", "the body was valid")
 
 
+PARTS = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:,x"}}]
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+ROUTED = {"allowed_worker_ids": ["w", 1], "preferred_taints": {"a": 1}}
+VALID: list[tuple[type[Body], dict[str, Any]]] = [
+    (ChatBody, message(content=PARTS, name="ann")),
+    (ChatBody, chat(messages=[{"role": "assistant", "tool_calls": [CALL]}], tools=[WEATHER], stop=["a", "b"])),
+    (ChatBody, chat(tools=[FUNCTION], tool_choice=FUNCTION, metadata={"a": [1]}, chat_template_kwargs={"a": [1]})),
+    (ChatBody, chat(response_format=FORMAT, stream=True, stream_options={"include_usage": True}, stop="a")),
+    (ChatBody, chat(structured_outputs={"json": SCHEMA}, logit_bias={"1": 2}, nvext={WHERE: ROUTED})),
+    *((TextBody, {"model": NAME, "prompt": prompt}) for prompt in ("a", [1, 2, 3], ["a", "b"], [[1], [2, 3]])),
+    *((EmbeddingBody, {"model": NAME, "input": given}) for given in ("a", [1, 2, 3], ["a", "b"], [[1], [2, 3]])),
+]
+
+
+def places(value: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the path, the container and the key of each value in a body."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        where = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}".lstrip(".")
+        yield where, value, key
+        yield from places(value[key], where)
+
+
+@pytest.mark.parametrize("wrong", [{"odd": [0.5]}, [None], 0.5, "", float("inf"), float("nan")], ids=str)
+@pytest.mark.parametrize(("kind", "body"), VALID)
+def test_an_error_names_the_value_that_was_changed(kind: type[Body], body: dict[str, Any], wrong: Any) -> None:
+    """Also if a value may have one of several types, and in JSON of any form, such as a schema."""
+    parse(kind, json.dumps(body).encode())
+    for at in range(len([*places(body)])):
+        changed = json.loads(json.dumps(body))
+        where, parent, key = [*places(changed)][at]
+        parent[key] = wrong
+        try:
+            parse(kind, json.dumps(changed).encode())
+        except ApiError as found:
+            param = found.param or ""
+            assert where.startswith(param) or param.startswith(where), (where, found.message)
+        else:
+            assert not isinstance(wrong, float) or isfinite(wrong), where
+
+
 @pytest.mark.parametrize(
     ("kind", "field", "value"),
     [
+        (ChatBody, "messages", [{"role": "user", "content": [5]}] * 5_000),
+        (ChatBody, "tools", [{}] * 100),
         (ChatBody, "stop", [0.5] * 5_000),
         (ChatBody, "messages", [{"role": "user", "content": [0.5] * 5_000}]),
         (ChatBody, "logit_bias", {str(at): "x" for at in range(5_000)}),
@@ -501,8 +584,8 @@ async def test_unsupported_values_are_rejected_even_if_unknown_fields_are_ignore
             assert response.status_code == 400
 
 
-async def test_the_kafka_api_ignores_unknown_fields_too(scene: Scene) -> None:
-    value = msgspec.json.encode({"model": NAME, "messages": [GREETING], "color": 1})
+async def test_the_kafka_api_ignores_unknown_fields_and_a_byte_order_mark(scene: Scene) -> None:
+    value = BOM + msgspec.json.encode({"model": NAME, "messages": [GREETING], "color": 1})
     record = Record("openai-requests", 0, 0, 0, value)
     with pytest.raises(ApiError, match="unknown parameter 'color'"):
         body_of(record, scene.front.bodies.limits)

@@ -12,8 +12,9 @@ import pytest_asyncio
 from starlette.routing import Route
 
 from forebay.events.topics import CONTROL, REQUESTS
+from forebay.ingress.access_log import PROBES
 from forebay.ingress.http.app import build_app
-from forebay.ingress.http.guards import PAGES, UNCHECKED, allowed_hosts, allowed_origins, requires_api_key
+from forebay.ingress.http.guards import PAGES, allowed_hosts, allowed_origins, requires_api_key
 from forebay.runtime.errors import ConfigError
 from tests.ingress.conftest import (
     ADMIN_TOKEN,
@@ -60,7 +61,7 @@ def operations(scene: Scene, *, checked: bool = True) -> list[tuple[str, str]]:
     found = []
     for route in scene.app.routes:
         assert isinstance(route, Route), f"{route} has no path that this test could ask"
-        if not checked or route.path not in UNCHECKED | PAGES:
+        if not checked or route.path not in PROBES | PAGES:
             found += [(method, route.path) for method in sorted(route.methods or ())]
     assert len(found) >= len(PUBLIC)
     return found
@@ -184,7 +185,7 @@ async def test_an_unknown_host_is_rejected(
                 response = await client.get(path, headers=sent)
                 assert error(response) == (403, "host_not_allowed"), header
                 assert "--allow-host" in response.json()["error"]["message"]
-            for path in UNCHECKED:
+            for path in PROBES:
                 assert (await client.get(path, headers=sent)).status_code == 200
         both = [("host", "localhost"), ("host", refused[0] if refused else "x")]
         assert (await client.get("/v1/models", headers=both)).status_code == (403 if refused else 200)

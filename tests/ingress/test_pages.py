@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from forebay.ingress.http.guards import UNCHECKED
+from forebay.ingress.access_log import PROBES
 from forebay.ingress.http.queries import TokenizeTextBody
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.requests import TextBody
@@ -91,7 +91,7 @@ async def test_every_error_matches_its_schema(scene: Scene) -> None:
             for status, response in responses.items():
                 if status != "200":
                     assert response["content"] == {"application/json": {"schema": ERROR}}, (path, status)
-    assert whole["paths"].keys() >= UNCHECKED
+    assert whole["paths"].keys() >= PROBES
     for path in (CHAT, TEXT):
         content = whole["paths"][path]["post"]["responses"]["200"]["content"]
         assert content.keys() == {"application/json", "text/event-stream"}

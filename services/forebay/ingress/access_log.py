@@ -15,23 +15,16 @@ from forebay import runtime
 from forebay.events.names import printable
 
 LOGGER = "forebay.access"
-UNLOGGED = frozenset({"/live", "/ready", "/health", "/metrics"})  # polled by probes and Prometheus
+PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})  # polled by supervisors and Prometheus; not logged
 PATH_CHARS_MAX = 256
 KAFKA_REQUESTS = "openai-requests"
 EVENT = b"data: "  # begin of a server-sent event
 CLIENT_CLOSED = 499  # as nginx logs a client that disconnected before the response
-INCOMPLETE = "response_incomplete"  # error of a response that has started and has no end, as its client disconnected
+DISCONNECTED = "client_disconnected"
+INCOMPLETE = "response_incomplete"  # error of a response that the server could not complete
 _SCOPE_KEY = "forebay.access"
 
 logger = logging.getLogger(LOGGER)
-
-
-class _Error(msgspec.Struct):
-    code: str = ""
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _Error
 
 
 class AccessEntry:
@@ -61,11 +54,12 @@ class AccessEntry:
             if self._status >= 400 or body.startswith(EVENT + b'{"error"'):
                 self._error = _code_of(body.removeprefix(EVENT))
 
-    def write(self) -> None:
-        method, path = self._method, printable(self._path[:PATH_CHARS_MAX])
-        status = self._status or CLIENT_CLOSED
-        if self._status and not self._is_complete:
-            self._error = self._error or INCOMPLETE
+    def write(self, *, has_failed: bool = False) -> None:
+        """Write the record. A response without an end has `has_failed`, or its client has disconnected."""
+        method, path, status = self._method, printable(self._path[:PATH_CHARS_MAX]), self._status
+        if not self._is_complete:
+            status = status if has_failed else CLIENT_CLOSED
+            self._error = INCOMPLETE if has_failed else DISCONNECTED
         fields: dict[str, Any] = {"method": method, "path": path, "status": status}
         if self._error:
             fields["error"] = self._error
@@ -75,8 +69,8 @@ class AccessEntry:
 
 
 def open_entry(scope: Scope) -> AccessEntry | None:
-    """Return the entry of a request, to be written at its end; None for `UNLOGGED` paths and a disabled log."""
-    if not logger.isEnabledFor(logging.INFO) or scope["path"] in UNLOGGED:
+    """Return the entry of a request, to be written at its end; None for `PROBES` paths and a disabled log."""
+    if not logger.isEnabledFor(logging.INFO) or scope["path"] in PROBES:
         return None
     entry = scope[_SCOPE_KEY] = AccessEntry(scope["method"], scope["path"])
     return entry
@@ -104,6 +98,6 @@ def write_record(partition: int, offset: int, status: int, **fields: Any) -> Non
 
 def _code_of(body: bytes) -> str:
     try:
-        return msgspec.json.decode(body, type=_ErrorBody).error.code
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        return str(msgspec.json.decode(body)["error"]["code"])
+    except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
         return ""

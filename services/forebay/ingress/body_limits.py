@@ -13,6 +13,7 @@ SMALL_BYTES = 64 << 10  # smaller bodies do not count, because the number of con
 # Decoding holds the interpreter, so a thread would not help other requests. 200,000 values take about 0.1 s.
 VALUES_MAX = 200_000
 MEMORY_BYTES_MAX = 256 << 20  # per process: bodies that are read, decoded or tokenized at the same time
+BOM = b"\xef\xbb\xbf"  # PowerShell writes it at the beginning of UTF-8 files
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # an unterminated string is scanned once
 
 

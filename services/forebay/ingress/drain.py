@@ -81,15 +81,12 @@ class DrainMiddleware:
         if scope["type"] != "http" or scope["path"] in ALWAYS_SERVED:
             await self._app(scope, receive, send)
         elif self._drain.begun:
-            await self._reject(send)
+            error = ApiError(503, "shutting_down", SHUTTING_DOWN)
+            self._on_rejected(error.code)
+            await error.send(send, closes=True)
         else:
             self._drain.enter()
             try:
                 await self._app(scope, receive, send)
             finally:
                 self._drain.leave()
-
-    async def _reject(self, send: Send) -> None:
-        error = ApiError(503, "shutting_down", SHUTTING_DOWN)
-        self._on_rejected(error.code)
-        await error.send(send, closes=True)

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 RETRY_STATUSES = frozenset({429, 503})  # temporary: the same request may succeed later
 MESSAGE_CHARS_MAX = 4_096  # messages quote names from the request, which may be megabytes long
 PARAM_CHARS_MAX = 256
+UNSUPPORTED_CODING = "unsupported_content_encoding"
+ACCEPTED_CODING = "gzip"
 RETRY_AFTER_S = 1  # load reports arrive ten times per second; a lost owner is replaced within seconds
 
 
@@ -37,6 +39,8 @@ class ApiError(Exception):
         self.param = param and param[:PARAM_CHARS_MAX]
 
     def headers(self) -> dict[str, str]:
+        if self.code == UNSUPPORTED_CODING:
+            return {"accept-encoding": ACCEPTED_CODING}
         return {"www-authenticate": "Bearer"} if self.status == 401 else retry_headers(self.status, self.retry_after_s)
 
     def body(self) -> dict[str, Any]:

@@ -15,9 +15,7 @@ from forebay import runtime
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.model import Model
 
-INLINE_CHARS_MAX = (
-    8_000  # longer texts take milliseconds and are tokenized in a thread, so that other requests do not wait
-)
+INLINE_CHARS_MAX = 8_000  # longer texts take milliseconds, so a thread tokenizes them
 THREADS = 2
 QUEUE_CHARS_MAX = 8 << 20  # about ten seconds of work for the threads, the longest wait
 CHARS_PER_TOKEN = 4  # as in English: rejecting a text costs no more than accepting an English text

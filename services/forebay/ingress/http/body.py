@@ -1,20 +1,28 @@
 """Read request bodies with bounded memory and time, and generate request ids."""
 
-from types import TracebackType
+import asyncio
+import zlib
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
+from urllib.parse import quote
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from forebay import runtime
 from forebay.events.request_ids import NUMBER_BYTES, http_request_id
-from forebay.ingress.body_limits import SMALL_BYTES, BodyLimits, BodyMemory
-from forebay.ingress.errors import ApiError, invalid
+from forebay.ingress.access_log import add_fields
+from forebay.ingress.body_limits import BOM, SMALL_BYTES, BodyLimits, BodyMemory
+from forebay.ingress.errors import ACCEPTED_CODING, UNSUPPORTED_CODING, ApiError, invalid
 from forebay.ingress.openai.requests import REQUEST_ID
 
 CLIENT_ID_BYTES = 8  # random; for a request without `x-request-id`
 LENGTH_DIGITS_MAX = 19  # a signed 64-bit integer has at most 19 digits
+GZIP_BITS = 31  # zlib's `wbits` for gzip
+DECODED_BYTES = 64 << 10  # decoded at a time, so that a small body cannot take much memory before its limit is checked
+SHOWN_CHARS_MAX = 128
 
 
-class BodyReader:
+class BodyReader(AbstractContextManager["BodyReader"]):
     """Context manager that reads one body and counts its bytes in `BodyMemory.held` until the `with` block ends."""
 
     __slots__ = ("_held", "_memory")
@@ -23,10 +31,7 @@ class BodyReader:
         self._memory = memory
         self._held = 0
 
-    def __enter__(self) -> "BodyReader":
-        return self
-
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._memory.held -= self._held
 
     async def read(self, request: Request) -> bytes:
@@ -37,13 +42,8 @@ class BodyReader:
         """
         limits, memory = self._memory.limits, self._memory
         _require_declared(request, limits)
-        parts, size, has_more = [], 0, True
-        while has_more:
-            message = await request.receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            part = message.get("body", b"")
-            has_more = message.get("more_body", False)
+        parts, size = [], 0
+        async for part in _parts(request):
             size += len(part)
             if size > limits.bytes_max:
                 raise limits.too_large()
@@ -54,7 +54,7 @@ class BodyReader:
                 memory.held += size - self._held
                 self._held = size
             parts.append(part)
-        raw = parts[0] if len(parts) == 1 else b"".join(parts)
+        raw = b"".join(parts).removeprefix(BOM)
         limits.require(raw)
         return raw
 
@@ -62,30 +62,57 @@ class BodyReader:
 async def read_body(request: Request, bytes_max: int) -> bytes:
     """Return a body without counting it in `BodyMemory`. Raises ApiError (413) if it is larger than `bytes_max`."""
     raw = bytearray()
-    async for part in request.stream():
+    async for part in _parts(request):
         raw += part
         if len(raw) > bytes_max:
             raise ApiError(413, "body_too_large", f"the body has more than {bytes_max:,} bytes, the limit of this path")
-    return bytes(raw)
+    return bytes(raw).removeprefix(BOM)
+
+
+async def _parts(request: Request) -> AsyncIterator[bytes]:
+    """Yield a body in parts, decoded if its `Content-Encoding` is gzip.
+
+    Raises ApiError: 415 for another encoding, 400 if the body is not valid gzip. Raises ClientDisconnect.
+    """
+    coding = ", ".join(request.headers.getlist("content-encoding")).strip().lower()
+    if coding in ("", "identity"):
+        async for part in request.stream():
+            yield part
+        return
+    if coding not in (ACCEPTED_CODING, "x-gzip"):
+        text = f"the Content-Encoding {coding[:SHOWN_CHARS_MAX]!r} is not supported; use {ACCEPTED_CODING} or none"
+        raise ApiError(415, UNSUPPORTED_CODING, text)
+    decoder = zlib.decompressobj(GZIP_BITS)
+    try:
+        async for part in request.stream():
+            rest = part
+            while rest:
+                yield decoder.decompress(rest, DECODED_BYTES)
+                rest = decoder.unconsumed_tail
+                await asyncio.sleep(0)  # decoding megabytes must not block other requests
+        yield decoder.flush()
+    except zlib.error as error:
+        raise invalid(f"the body is not valid gzip: {error}", code="invalid_encoding") from error
+    if not decoder.eof or decoder.unused_data:
+        raise invalid("the gzip body is incomplete, or has data after its end", code="invalid_encoding")
 
 
 def request_id_of(request: Request, prefix: str) -> str:
-    """Return a unique id that begins with the header `x-request-id`, or with `prefix` if there is no such header.
-
-    Raises ApiError (400) if the header is not a valid id.
-    """
+    """Return a unique id that begins with the header `x-request-id`, or with `prefix` if there is no valid one."""
     given = client_id(request) or prefix + runtime.random_bytes(CLIENT_ID_BYTES).hex()
     return http_request_id(given, runtime.random_int(NUMBER_BYTES))
 
 
 def client_id(request: Request) -> str | None:
-    """Return the header `x-request-id`, None if it is missing. Raises ApiError (400) if it is not a valid id."""
+    """Return the header `x-request-id`; None if it is missing, or if it is not a valid id, such as that of a proxy.
+
+    The access log shows an invalid value, because the client may be unable to change it.
+    """
     given = request.headers.get("x-request-id")
-    if given is not None and not REQUEST_ID.fullmatch(given):
-        raise invalid(
-            "invalid x-request-id; it must be 1 to 128 letters, digits, dots, dashes and underscores", "x-request-id"
-        )
-    return given
+    if given is None or REQUEST_ID.fullmatch(given):
+        return given
+    add_fields(request.scope, x_request_id=quote(given[:SHOWN_CHARS_MAX], safe="=#/:;,+@"))
+    return None
 
 
 def _require_declared(request: Request, limits: BodyLimits) -> None:

@@ -26,18 +26,22 @@ class ErrorGuard:
         self._on_rejected = on_rejected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond to an exception with 500, or with 503 if the request is cancelled.
+        """Respond to an exception with 500, or with 503 if the request is cancelled. Serve HEAD as GET.
 
         If the response cannot be completed, the exception propagates, so that uvicorn closes the connection.
         """
         entry = open_entry(scope)
+        if scope.get("method") == "HEAD":
+            scope = {**scope, "method": "GET"}  # uvicorn leaves out the body
         if entry is None:
             await self._run(scope, receive, _Response(send))
             return
+        has_failed = True
         try:
             await self._run(scope, receive, _Response(send, entry))
+            has_failed = False
         finally:
-            entry.write()
+            entry.write(has_failed=has_failed)
 
     async def _run(self, scope: Scope, receive: Receive, response: "_Response") -> None:
         try:

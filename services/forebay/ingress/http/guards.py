@@ -9,7 +9,7 @@ even to 127.0.0.1. Three checks stop such requests. They do not affect clients o
 - `Host` must be a known name, because a page can let its own name resolve to 127.0.0.1 (DNS rebinding). The page would
   then have the same origin as this service.
 
-The checks apply to every path except those in `UNCHECKED`.
+The checks apply to every path except the `PROBES`, because supervisors use the address as `Host`.
 """
 
 import hashlib
@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forebay import runtime
+from forebay.ingress.access_log import PROBES
 from forebay.ingress.errors import ApiError
 from forebay.ingress.http.endpoint import is_loopback
 from forebay.runtime.errors import ConfigError
@@ -95,7 +96,6 @@ def _origin(value: str) -> str:
     return f"{scheme}://{host}" if port in (None, str(DEFAULT_PORTS[scheme])) else f"{scheme}://{host}:{port}"
 
 
-UNCHECKED = frozenset({"/live", "/ready", "/health", "/metrics"})  # supervisors use the address as Host
 PAGES = frozenset({"/", "/docs", "/openapi.json"})  # any page may link to the documentation
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 READING = ("GET", "HEAD")
@@ -197,7 +197,7 @@ class OriginGuard(Guard):
         self._origins = origins
 
     def _rejection(self, scope: Scope) -> ApiError | None:
-        if scope["path"] in UNCHECKED:
+        if scope["path"] in PROBES:
             return None
         headers: dict[bytes, list[str]] = {}
         for name, value in scope["headers"]:

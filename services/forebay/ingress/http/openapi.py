@@ -49,7 +49,7 @@ MEANINGS = {
     408: "The request did not arrive in time.",
     409: "The id of the command is in use, an engine refused the command, or the model is not disaggregated.",
     413: "The body is too large.",
-    415: "The body is not declared as application/json.",
+    415: "The body is not declared as application/json, or has an unsupported Content-Encoding.",
     429: "There are too many requests; try again after `Retry-After`.",
     431: "The headers are too large.",
     499: "The client closed the connection.",

@@ -20,6 +20,7 @@ import httptools
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from forebay.ingress.access_log import PROBES
 from forebay.ingress.errors import ApiError
 
 # Of the request line and headers, also while a header is incomplete.
@@ -39,7 +40,6 @@ REFUSED_MAX = 512  # connections above the limit that get a response; further co
 HTTP = b"HTTP/"  # begin of a response
 CHUNKED = b"chunked"
 VERSIONS = ("1.0", "1.1")  # llhttp parses 0.9 and 2.0, too
-PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})  # served on a connection above the limit, too
 
 OnRejected = Callable[[str], None]  # called with the error code
 
@@ -347,7 +347,7 @@ def _rejecting_app(app: Any, limits: ConnectionLimits) -> Any:
     error = ApiError(503, "connections_exhausted", text)
 
     async def reject(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in PROBES:
+        if scope["path"] in PROBES:  # served on a connection above the limit, too
             await app(scope, receive, send)
             return
         limits.on_rejected(error.code)

@@ -25,11 +25,6 @@ from forebay.ingress.served_models import ServedModels
 from forebay.replay.status import GroupStatus, with_heartbeats
 
 
-class _Kind(msgspec.Struct):
-    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
 def add_route_query(app: FastAPI, models: ServedModels) -> None:
     front = models.front
 
@@ -91,12 +86,12 @@ async def respond_to_query(request: Request, models: ServedModels, body: ChatBod
 def kind_of(raw: bytes) -> type[ChatBody] | type[TextBody]:
     """Return the class of a completion body. Raises ApiError (400) if it has neither `messages` nor `prompt`."""
     try:
-        found = msgspec.json.decode(raw, type=_Kind)
+        found = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, RecursionError):
         return ChatBody  # parsing it raises the error
-    if found.messages is not msgspec.UNSET:
+    if "messages" in found:
         return ChatBody
-    if found.prompt is msgspec.UNSET:
+    if "prompt" not in found:
         raise invalid("the body has neither messages nor a prompt; give one of them", "messages")
     return TextBody
 

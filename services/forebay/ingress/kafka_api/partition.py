@@ -75,9 +75,7 @@ class PartitionServer:
         self._window: deque[WindowEntry] = deque()
         self._pending: dict[str, PendingRequest] = {}
         self._pending_of: dict[str, dict[str, PendingRequest]] = {}  # the same by group
-        self._deadlines: deque[tuple[float, str, WindowEntry]] = (
-            deque()
-        )  # ordered, because all requests have the same timeout
+        self._deadlines: deque[tuple[float, str, WindowEntry]] = deque()  # ordered, as all have the same timeout
         self._undeliverable: deque[tuple[WindowEntry, ReplyAddress, TopicUnusable]] = deque()
 
     async def run(self) -> None:
@@ -240,9 +238,7 @@ class PartitionServer:
         return []
 
     async def _reject(self, entry: WindowEntry, where: ReplyAddress, error: ApiError) -> None:
-        if (
-            malformed := error.status < 500
-        ):  # otherwise the record is valid, for example if no pool serves the model yet
+        if malformed := error.status < 500:  # otherwise it is valid, for example if no pool serves the model yet
             self._shared.metrics.malformed.labels(error.code).inc()
         self._shared.metrics.requests.labels("malformed" if malformed else "error").inc()
         write_record(self.partition, entry.offset, error.status, error=error.code, request_id=where.request_id)

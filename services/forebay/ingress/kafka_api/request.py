@@ -9,7 +9,7 @@ from xxhash import xxh3_64_intdigest
 
 from forebay.events.names import unknown_name
 from forebay.events.topics import OPENAI_RESPONSES, topic_named
-from forebay.ingress.body_limits import BodyLimits
+from forebay.ingress.body_limits import BOM, BodyLimits
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.openai.fields import parse
 from forebay.ingress.openai.requests import CHAT_PATH, KINDS, REQUEST_ID, AnyBody
@@ -95,8 +95,9 @@ def body_of(record: Record, limits: BodyLimits, *, ignores_unknown: bool = False
     kind = KINDS.get(path)
     if kind is None:
         raise ApiError(404, "not_found", unknown_name("path", path, KINDS))
-    limits.require(record.value)
-    body = parse(kind, record.value, ignores_unknown=ignores_unknown)
+    raw = record.value.removeprefix(BOM)
+    limits.require(raw)
+    body = parse(kind, raw, ignores_unknown=ignores_unknown)
     if body.queries_route:
         # A response that is sent again after a takeover must be identical, but the result of a route query changes.
         text = "route queries are not supported by the Kafka API; use POST /v1/route of an ingress"

@@ -3,11 +3,14 @@
 An unsupported field is accepted if its value has no effect, for example `n: 1`.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from math import isfinite
 from typing import Any, ClassVar, Self, TypeVar
 
-import msgspec
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -17,13 +20,16 @@ from pydantic import (
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
 from forebay.events.names import unknown_name
 from forebay.ingress.errors import ApiError, invalid
 
 IGNORES_UNKNOWN = {"unknown": "ignore"}  # context of pydantic's validation
 Neutral = Mapping[str, tuple[Any, ...]]  # unsupported fields, with the values that have no effect
+Step = int | str
+SCALARS = frozenset({"str", "int", "float", "bool"})  # members of unions in the locations of pydantic's errors
+NOT_FINITE = "Input should be a finite number"
 
 
 class Body(BaseModel):
@@ -89,6 +95,8 @@ def reject_extra(body: Body, where: str) -> None:
     """
     for name, value in (body.model_extra or {}).items():
         if name in body.ignored:
+            if steps := _non_finite({name: value}):
+                raise invalid(f"{where}{_path(steps)}: {NOT_FINITE}", where + _path(steps))
             continue
         accepted = body.neutral.get(name)
         if accepted is None:
@@ -112,6 +120,11 @@ def _drop_unknown(value: Any) -> None:
             del extra[name]
         for part in value.__dict__.values():
             _drop_unknown(part)
+
+
+def requires(name: str, value: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of an object in which `name` has a value that matches, or `others` match."""
+    return {"anyOf": [{"properties": {name: value}, "required": [name]}, {"properties": others}]}
 
 
 def describe_non_empty(schema: dict[str, Any]) -> None:
@@ -138,6 +151,26 @@ def at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _require_finite(value: Any) -> Any:
+    if steps := _non_finite(value):
+        raise PydanticCustomError("finite_number", NOT_FINITE, {"path": steps})
+    return value
+
+
+FINITE = AfterValidator(_require_finite)  # of free JSON, in which pydantic accepts Infinity, NaN and 1e999
+
+
+def _non_finite(value: dict[str, Any] | list[Any]) -> tuple[Step, ...]:
+    """Return the path of a number that is not finite, empty if all numbers are finite."""
+    for step, part in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(part, float):
+            if not isfinite(part):
+                return (step,)
+        elif isinstance(part, (dict, list)) and (path := _non_finite(part)):
+            return (step, *path)
+    return ()
+
+
 def parse(kind: type[BodyT], raw: bytes, *, ignores_unknown: bool = False) -> BodyT:
     """Return the body of a request. Raises ApiError (400), which names the first invalid field.
 
@@ -148,11 +181,11 @@ def parse(kind: type[BodyT], raw: bytes, *, ignores_unknown: bool = False) -> Bo
         return _sized(kind.model_validate_json(raw, context=context), raw)
     except ValidationError as failure:
         if (rewritten := _with_integers(raw, failure)) is None:
-            raise _first_error(failure) from failure
+            raise _first_error(failure, raw) from failure
     try:
         return _sized(kind.model_validate_json(rewritten, context=context), raw)
     except ValidationError as error:
-        raise _first_error(error) from error
+        raise _first_error(error, raw) from error
 
 
 def _sized(body: BodyT, raw: bytes) -> BodyT:
@@ -165,41 +198,68 @@ def _with_integers(raw: bytes, failure: ValidationError) -> bytes | None:
 
     In JSON 5.0 is an integer, but few clients write it. So a body is rewritten at most once, after it was rejected.
     """
-    errors = failure.errors(include_url=False, include_context=False)
-    if not any(isinstance(one["input"], float) and one["input"].is_integer() for one in errors):
+    errors = failure.errors(include_url=False, include_context=False, include_input=False)
+    if not any(one["type"] == "int_type" for one in errors):
         return None
     try:
-        return msgspec.json.encode(_integral(msgspec.json.decode(raw)))
-    except (msgspec.MsgspecError, RecursionError, OverflowError):
+        return json.dumps(json.loads(raw, parse_float=_integral)).encode()
+    except (ValueError, RecursionError):
         return None
 
 
-def _integral(value: Any) -> Any:
-    match value:
-        case float():
-            return int(value) if value.is_integer() else value
-        case list():
-            return [_integral(one) for one in value]
-        case dict():
-            return {name: _integral(one) for name, one in value.items()}
-        case _:
-            return value
+def _integral(text: str) -> float:
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
-def _first_error(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    if first["type"] == "json_invalid":
-        return invalid(f"the body is not valid JSON: {first['msg']}", code="invalid_json")
-    where = _path(first["loc"])
-    return invalid(f"{where or 'the body'}: {first['msg']}", where or None)
+def _first_error(failure: ValidationError, raw: bytes) -> ApiError:
+    errors = failure.errors(include_url=False, include_input=False)
+    if errors[0]["type"] == "json_invalid":
+        problem = "it is not encoded as UTF-8" if 0 in raw[:4] else errors[0]["msg"]
+        return invalid(f"the body is not valid JSON: {problem}", code="invalid_json")
+    found = [(_steps(one), one["msg"]) for one in _fitting(errors)]
+    equal = takewhile(lambda steps: len({*steps}) == 1, zip(*(steps for steps, _ in found), strict=True))
+    where = _path([step for step, *_ in equal])
+    texts = [text if _path(steps) == where else f"{_path(steps)}: {text}" for steps, text in found]
+    first, *others = dict.fromkeys(texts)
+    text = " or ".join([first, *(one.removeprefix("Input should be ") for one in others)])
+    return invalid(f"{where or 'the body'}: {text}", where or None)
 
 
-def _path(location: tuple[int | str, ...]) -> str:
-    """Return a location as a path such as `messages[0].content`, without the names of union members."""
-    path = ""
-    for step in location:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif step.isidentifier() and step not in ("str", "int"):
-            path += f".{step}" if path else step
-    return path
+def _fitting(errors: Sequence[ErrorDetails], begin: int = 0) -> list[ErrorDetails]:
+    """Return the first error. If it is about a union, return an error of each member that fits best.
+
+    Pydantic reports errors of every member, with the member in the location. Steps before `begin` are equal.
+    """
+    location = errors[0]["loc"]
+    at = next((at for at in range(begin, len(location)) if _is_member(location[at])), None)
+    if at is None:
+        return [errors[0]]
+    members: dict[Step, list[ErrorDetails]] = {}
+    for one in errors:
+        if one["loc"][:at] == location[:at] and len(one["loc"]) > at:
+            members.setdefault(one["loc"][at], []).append(one)
+    found = [one for member in members.values() for one in _fitting(member, at + 1)]
+    best = max(map(_rank, found))
+    return [one for one in found if _rank(one) == best]
+
+
+def _rank(error: ErrorDetails) -> tuple[bool, int, int]:
+    """Return how well a union member fits: its type does, its error is deep in the value, or far into a list."""
+    steps, kind = _steps(error), error["type"]
+    index = steps[-1] if steps and isinstance(steps[-1], int) else 0
+    return not kind.endswith(("_type", "literal_error")), len(steps), index if index > 1 else 0
+
+
+def _is_member(step: Step) -> bool:
+    """Return whether a step of a location is a member of a union. Parameters have names in lower case."""
+    return isinstance(step, str) and (not step.isidentifier() or step in SCALARS or step[0].isupper())
+
+
+def _steps(error: ErrorDetails) -> tuple[Step, ...]:
+    return (*(step for step in error["loc"] if not _is_member(step)), *error.get("ctx", {}).get("path", ()))
+
+
+def _path(steps: Sequence[Step]) -> str:
+    """Return a path such as `messages[0].content`."""
+    return "".join(f".{step}" if str(step).isidentifier() else f"[{step!r}]" for step in steps).removeprefix(".")

@@ -273,10 +273,6 @@ ROUTING_HEADERS = frozenset(
 )
 INTEGER = re.compile(r"-?[0-9]{1,10}")  # longer integers exceed every field
 
-RANK_MAX = (1 << 32) - 1
-PRIORITY_MAX = (1 << 31) - 1
-STRICT_PRIORITY_MAX = (1 << 32) - 1
-
 RoutingHeaders = dict[str, list[str]]
 
 
@@ -312,13 +308,13 @@ def routing_of(nvext: Nvext | None, found: RoutingHeaders) -> RoutingHints:
     preferred = (constraints.preferred_taints or {}).items()
     hints = RoutingHints(
         worker_id=_text(found, WORKER_HEADER) or _worker(nvext),
-        rank=_integer(found, RANK_HEADER, 0, RANK_MAX, nvext.dp_rank),
+        rank=_integer(found, RANK_HEADER, 0, U32 - 1, nvext.dp_rank),
         allowed_workers=tuple(dict.fromkeys(map(str, constraints.allowed_worker_ids or ()))),
         required_taints=tuple(dict.fromkeys(constraints.required_taints or ())),
         preferred_taints=tuple(TaintWeight(taint=taint, weight=weight) for taint, weight in preferred),
         session_id=_text(found, SESSION_HEADER) or nvext.session_id,
-        priority=_integer(found, PRIORITY_HEADER, -PRIORITY_MAX - 1, PRIORITY_MAX, priority) or 0,
-        strict_priority=_integer(found, STRICT_HEADER, 0, STRICT_PRIORITY_MAX, strict) or 0,
+        priority=_integer(found, PRIORITY_HEADER, -(1 << 31), (1 << 31) - 1, priority) or 0,
+        strict_priority=_integer(found, STRICT_HEADER, 0, U32 - 1, strict) or 0,
         policy_class=_text(found, CLASS_HEADER) or nvext.policy_class or "",
         expected_output_tokens=(agent and agent.osl) or 0,
         override=_override(nvext.router),

@@ -15,7 +15,7 @@ from forebay.events.requests import StructuredOutput
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.media.tokens import MediaRef
 from forebay.ingress.openai.embeddings import EmbeddingBody
-from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, describe_non_empty, reject_extra
+from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, describe_non_empty, reject_extra, requires
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, WORKER_ID, RoutedBody
 from forebay.ingress.openai.sampling import JsonObject, SamplingFields, TokenIds, listed
 from forebay.ingress.openai.tools import CallId, ToolCall, ToolChoice, Tools, ToolSelection, choice_of
@@ -171,14 +171,7 @@ class CompletionBody(RoutedBody, SamplingFields):
         stop = {"type": "string", "minLength": 1, "maxLength": STOP_CHARS_MAX}
         stops = {"type": "array", "items": stop, "maxItems": STOP_STRINGS_MAX}
         schema["properties"]["stop"] = {"anyOf": [stop, stops, {"type": "null"}]}
-        schema["allOf"] = [
-            {
-                "anyOf": [
-                    {"properties": {"stream": {"const": True}}, "required": ["stream"]},
-                    {"properties": {"stream_options": {"type": "null"}}},
-                ]
-            }
-        ]
+        schema["allOf"] = [requires("stream", {"const": True}, {"stream_options": {"type": "null"}})]
 
     @model_validator(mode="after")
     def _check(self) -> "CompletionBody":
@@ -226,7 +219,7 @@ class ChatBody(CompletionBody):
     id_prefix = "chatcmpl-"
     neutral = CHAT_NEUTRAL
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MESSAGES_MAX)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
@@ -241,19 +234,10 @@ class ChatBody(CompletionBody):
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
         super().describe(schema)
+        choices = {"tool_choice": {"enum": [None, "none", "auto"]}}
         schema["allOf"] += [
-            {
-                "anyOf": [
-                    {"properties": {"logprobs": {"const": True}}, "required": ["logprobs"]},
-                    {"properties": {"top_logprobs": {"enum": [None, 0]}}},
-                ]
-            },
-            {
-                "anyOf": [
-                    {"properties": {"tools": {"type": "array", "minItems": 1}}, "required": ["tools"]},
-                    {"properties": {"tool_choice": {"enum": [None, "none", "auto"]}}},
-                ]
-            },
+            requires("logprobs", {"const": True}, {"top_logprobs": {"enum": [None, 0]}}),
+            requires("tools", {"type": "array", "minItems": 1}, choices),
         ]
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from pydantic import Field, JsonValue
 
 from forebay.events.requests import Sampling, StructuredOutput, TokenBias
 from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.openai.fields import CheckedBody, Neutral, at_most
+from forebay.ingress.openai.fields import FINITE, CheckedBody, Neutral, at_most
 
 SEED_MAX = (1 << 63) - 1
 TOKENS_MAX = (1 << 31) - 1
@@ -25,7 +25,7 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=PROMPT_TOKENS_MAX)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]
-JsonObject = dict[str, JsonValue]
+JsonObject = Annotated[dict[str, JsonValue], FINITE]
 
 STRUCTURED_NEUTRAL: Neutral = {
     "disable_additional_properties": (None, False),

@@ -95,7 +95,7 @@ class ToolCall(Body):
         }
 
 
-Tools = Annotated[list[Tool], Field(max_length=TOOLS_MAX)]
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=TOOLS_MAX)]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
