@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import logging
 from typing import Any
+from urllib.parse import unquote
 
 import httpx
 import msgspec
@@ -18,10 +20,11 @@ from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.events.tokens import PrefilledBy
 from forebay.events.topics import TOKENS
 from forebay.ingress import admission
+from forebay.ingress.access_log import LOGGER
 from forebay.ingress.kafka_api.request import ReplyAddress
 from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, WindowEntry
 from forebay.ingress.openai.fields import parse
-from forebay.ingress.openai.requests import REQUEST_ID, TextBody
+from forebay.ingress.openai.requests import TextBody
 from forebay.transport.base import Draft
 from tests.ingress.conftest import CHAT, HELLO, NAME, SLOT, TEXT, Scene, chat, error, events, make_scene, text
 from tests.system import until
@@ -196,16 +199,6 @@ async def test_a_rejection_is_a_real_http_status(scene: Scene, status: int, code
     assert scene.metric(f"dynamo_frontend_model_rejection_total{labels} 1.0") is later
 
 
-async def test_an_error_within_a_stream_is_its_last_event(scene: Scene) -> None:
-    pending, name = await started(scene, chat(stream=True))
-    scene.emit_text(name, " one")
-    scene.refuse(name, 503, "workers_lost", attempt=1)
-    response = await pending
-    assert response.status_code == 200
-    assert events(response)[-1]["error"]["code"] == "workers_lost"
-    assert not scene.metric("dynamo_frontend_model_rejection_total")
-
-
 async def test_a_request_without_a_response_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay.ingress.http.response.GRACE_S", 0.2)
     async with make_scene(timeout_s=0.001) as scene:
@@ -231,17 +224,55 @@ async def test_clients_may_use_an_id_for_several_requests(scene: Scene, second: 
     assert [response.headers["x-request-id"] for response in (served, refused)] == ["mine-1", "mine-1"]
 
 
-async def test_no_client_can_choose_the_id_of_a_response(scene: Scene) -> None:
-    """Otherwise `explain` would show another request instead of the one with this id on the log."""
-    pending = scene.start(CHAT, chat())
-    request = await scene.next_request()
-    assert REQUEST_ID.fullmatch(request.request_id) is None
-    for name in (request.request_id, "no spaces, please"):
-        refused = await scene.start(CHAT, chat(), **{"x-request-id": name})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-request-id")
-    scene.reply(request.request_id, " a")
-    assert (await pending).json()["id"] == request.request_id
-    assert scene.requests() == [request]
+@pytest.mark.parametrize(
+    "given", ["chatcmpl-1~2", "Root=1-67891233-abc", "3f2c9a5e-1#1", "no spaces", "", "a" * 129, "\xe9"]
+)
+async def test_an_id_that_is_not_valid_is_replaced_and_logged(
+    scene: Scene, caplog: pytest.LogCaptureFixture, given: str
+) -> None:
+    """Proxies set such ids. No client can choose the id of a response, which has a `~`."""
+    caplog.set_level(logging.INFO, LOGGER)
+    async with scene.http_client() as (client, _):
+        headers = [(b"x-request-id", given.encode("latin-1"))]
+        pending = asyncio.create_task(client.post(CHAT, json=chat(), headers=headers))
+        request = await scene.next_request()
+        scene.reply(request.request_id, " a")
+        response = await pending
+    assert (response.status_code, response.json()["id"]) == (200, request.request_id)
+    assert response.headers["x-request-id"] == client_id_of(request.request_id).removeprefix(given or "-")
+    (fields,) = (record.__dict__["fields"] for record in caplog.records if record.name == LOGGER)
+    assert unquote(fields["x_request_id"], "utf-8") == given[:128]
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+async def test_a_silent_stream_has_comments_and_an_error_is_its_last_event(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, choices: int
+) -> None:
+    """Proxies close silent connections."""
+    monkeypatch.setattr("forebay.ingress.http.response.SILENT_S", 0.01)
+    body = chat(n=choices, stream=True)
+    async with scene.http_client() as (client, _), client.stream("POST", CHAT, json=body) as response:
+        assert (response.headers["cache-control"], response.headers["x-accel-buffering"]) == ("no-cache", "no")
+        assert "x-forebay-worker" not in response.headers
+        lines = response.aiter_lines()
+        assert [await anext(lines) for _ in range(4)] == [": keep-alive", ""] * 2
+        name = (await scene.next_request()).request_id
+        scene.emit_text(name, " a")
+        assert '" a"' in await anext(line async for line in lines if line.startswith("data: "))
+        scene.refuse(name, 503, "workers_lost", attempt=1)
+        assert '"workers_lost"' in [line async for line in lines if line.startswith("data: ")][-1]
+    labels = f'{{endpoint="chat_completions",model="{NAME}",request_type="stream",status="error"}}'
+    assert scene.metric(f"dynamo_frontend_requests_total{labels} 1.0")
+    assert not scene.metric("dynamo_frontend_model_rejection_total")
+
+
+async def test_clients_skip_the_comments_of_a_silent_stream(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay.ingress.http.response.SILENT_S", 0.01)
+    hello: Any = HELLO
+    async with scene.openai_client() as client:
+        stream = await client.chat.completions.create(model=NAME, messages=hello, stream=True)
+        scene.reply((await scene.next_request()).request_id, " good")
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == " good"
 
 
 async def test_undecodable_records_of_the_slot_are_counted_and_skipped(scene: Scene) -> None:
@@ -449,15 +480,6 @@ async def test_the_failure_of_a_choice_fails_the_request(scene: Scene, stream: b
     await until(lambda: len(scene.requests(RequestCancelled)) == 2)
     assert {one.reason for one in scene.requests(RequestCancelled)} == {"queue_full"}
     assert scene.front.admission.in_flight == 0
-
-
-async def test_the_failure_of_a_choice_in_a_stream_is_its_last_event(scene: Scene) -> None:
-    pending = scene.start(CHAT, chat(n=2, stream=True))
-    first, second = await submitted(scene, 2)
-    scene.emit_text(first.request_id, " water")
-    await until(lambda: scene.metric(f'dynamo_frontend_time_to_first_token_seconds_count{{model="{NAME}"}} 1.0'))
-    scene.refuse(second.request_id, 502, "worker_lost")
-    assert events(await pending)[-1]["error"]["code"] == "worker_lost"
 
 
 @pytest.mark.parametrize("rejects", [True, False])

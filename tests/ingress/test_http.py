@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import httpx
 import pytest
 import pytest_asyncio
+from starlette.routing import Route
 
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.ingress.http.protocol import HEAD_BYTES_MAX, HEADERS_MAX, PIPELINED_MAX
@@ -186,12 +187,19 @@ async def test_every_error_has_the_same_format(
     assert error_of(response)["code"] == code
 
 
-@MODULE_LOOP
-async def test_a_failed_head_request_has_no_body(over_tcp: httpx.AsyncClient) -> None:
-    response = await over_tcp.head(TEXT)
-    assert (response.status_code, response.content) == (405, b"")
-    assert response.headers["content-type"] == "application/json"
-    assert (await over_tcp.get("/live")).status_code == 200  # the connection is in order
+async def test_every_get_route_serves_head(scene: Scene) -> None:
+    paths = {route.path for route in scene.app.routes if isinstance(route, Route) and "GET" in (route.methods or ())}
+    assert len(paths) > 12
+    async with scene.http_client(**HEADERS) as (client, _):
+        for path in sorted(paths - {"/v1/loras"}):
+            name = path.replace("{name}", "start.js").replace("{name:path}", NAME).replace("{request_id:path}", "r")
+            got, head = await client.get(name), await client.head(name)
+            assert (head.status_code, head.content) == (got.status_code, b""), path
+            for header in ("content-type", *(() if path == "/metrics" else ("content-length",))):
+                assert head.headers[header] == got.headers[header], path
+        failed = await client.head(TEXT)
+        assert (failed.status_code, failed.content, failed.headers["allow"]) == (405, b"", "POST")
+        assert (await client.post("/live", json={})).headers["allow"] == "GET, HEAD"
 
 
 async def test_a_disconnect_within_the_body_is_counted(scene: Scene) -> None:

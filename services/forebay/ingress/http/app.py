@@ -185,4 +185,4 @@ def _methods_of(app: FastAPI, request: Request) -> set[str]:
     for route in app.routes:
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
             found |= route.methods or set()
-    return found
+    return found | ({"HEAD"} if "GET" in found else set())

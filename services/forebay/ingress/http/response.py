@@ -1,6 +1,8 @@
 """Send a response to an HTTP client, as server-sent events or as one JSON object.
 
 The head is sent with the first token, so a request that the router or an engine rejects gets an HTTP error status.
+After `SILENT_S` without a token the head of a stream and then comments are sent, because proxies close silent
+connections. A later error is the last event of the stream.
 """
 
 import asyncio
@@ -24,6 +26,9 @@ DISCONNECTED = "client disconnected"
 TIMED_OUT = "deadline"
 BEGIN, END = b"data: ", b"\n\n"  # begin and end of a server-sent event
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": keep-alive\n\n"
+SILENT_S = 10.0  # proxies close connections that are silent for 30 to 60 s
+STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]  # nginx must not buffer events
 OBJECTS_MAX = 1_024  # of several choices; a client that reads more slowly lets output wait as token ids
 
 
@@ -43,6 +48,9 @@ class OneResponse(Response):
         self._began_s = began_s
         self._first_s = 0.0
         self._parts = 1
+        self._is_started = False
+        self._is_silent = False  # no event was sent for `SILENT_S`
+        self._sent_s = 0.0  # time of the last event on the clock of the event loop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = self._stream
@@ -86,7 +94,10 @@ class OneResponse(Response):
                 await (self._send_stream(send) if self._fold.stream else self._send_whole(send))
             except ApiError as error:
                 self._metrics.reject(error.code)
-                await error.send(send, self._fold.client_id)
+                if self._is_started:
+                    await send({"type": "http.response.body", "body": BEGIN + error.encoded() + END})
+                else:
+                    await error.send(send, self._fold.client_id)
                 return "error"
             finally:
                 deadline.cancel()
@@ -98,28 +109,41 @@ class OneResponse(Response):
         limit.reschedule(asyncio.get_running_loop().time() + GRACE_S)
 
     async def _send_stream(self, send: Send) -> None:
-        chunks = await self._next()
-        await send(self._start(b"text/event-stream; charset=utf-8"))
+        loop = asyncio.get_running_loop()
+        self._sent_s = loop.time()
+        self._watch()
         try:
             while True:
-                body = BEGIN + (END + BEGIN).join(chunks) + END
+                chunks = await self._next()
+                self._is_silent, self._sent_s = False, loop.time()
+                if not self._is_started:
+                    self._is_started = True
+                    await send(self._start(b"text/event-stream; charset=utf-8"))
+                body = BEGIN + (END + BEGIN).join(chunks) + END if chunks else COMMENT
                 if self._fold.is_over and self._fold.error is None:
                     await send({"type": "http.response.body", "body": body + DONE})
                     return
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-                chunks = await self._next()
-        except ApiError as error:
-            # The status was sent already, so the error is the last event of the stream.
-            self._metrics.reject(error.code)
-            await send({"type": "http.response.body", "body": BEGIN + error.encoded() + END})
+        finally:
+            self._timer.cancel()
+
+    def _watch(self) -> None:
+        """Make `_next` return if no event was sent for `SILENT_S`, and check that again later."""
+        loop = asyncio.get_running_loop()
+        left_s = self._sent_s + SILENT_S - loop.time()
+        if left_s <= 0:
+            self._is_silent = True
+            self._stream.notify()
+        self._timer = loop.call_later(left_s if left_s > 0 else SILENT_S, self._watch)
 
     async def _send_whole(self, send: Send) -> None:
         (body,) = await self._next()
+        self._is_started = True
         await send(self._start(b"application/json", len(body)))
         await send({"type": "http.response.body", "body": body})
 
     async def _next(self) -> list[bytes]:
-        """Return the next JSON objects of the response, at least one. Raises ApiError or _ClientGone."""
+        """Return the next JSON objects of the response, none after a silence. Raises ApiError or _ClientGone."""
         stream, fold = self._stream, self._fold
         while True:
             if fold.error is not None:
@@ -133,6 +157,8 @@ class OneResponse(Response):
                 return objects
             if fold.error is None and stream.interrupt_reason is not None:
                 raise self._interruption(stream.interrupt_reason)
+            if self._is_silent:
+                return []
 
     def _observe_tokens(self) -> None:
         if not self._first_s:
@@ -150,12 +176,10 @@ class OneResponse(Response):
         headers = [
             (b"content-type", content_type),
             (b"x-request-id", self._fold.client_id.encode()),
-            (b"x-forebay-worker", self._stream.worker_id.encode()),
         ]
-        if length is not None:
-            headers.append((b"content-length", str(length).encode()))
-        else:
-            headers.append((b"cache-control", b"no-cache"))
+        if self._stream.worker_id:
+            headers.append((b"x-forebay-worker", self._stream.worker_id.encode()))
+        headers += STREAM_HEADERS if length is None else [(b"content-length", str(length).encode())]
         return {"type": "http.response.start", "status": 200, "headers": headers}
 
     def _count(self, status: str) -> None:
@@ -278,6 +302,8 @@ class PartsResponse(OneResponse):
                 raise self._failure
             if self._stream.interrupt_reason is not None:
                 raise self._interruption(self._stream.interrupt_reason)
+            if self._is_silent:
+                return []
             await self._stream.ready()
         objects, self._objects = self._objects, []
         self._has_room.set()
