@@ -17,7 +17,7 @@ from forebay.events.decisions import Stage
 from forebay.events.transfer import Prefilled
 from forebay.workers.engine import PromptPrefilled
 
-ENDED_MAX = 65_536  # at full speed this many end within minutes; a new owner sends only unanswered items again
+ENDED_MAX = 8_192  # 0.9 kB each; minutes of an engine, and a new owner sends only unanswered items again
 KEPT_MAX = 1_024  # each result has a descriptor of a few kilobytes; at full speed this many end within seconds
 
 AttemptKey = tuple[int, int, Stage, int]
