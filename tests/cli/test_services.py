@@ -322,7 +322,8 @@ def test_a_port_in_use_is_rejected() -> None:
         serving = metrics_served("127.0.0.1", port, registry())
         with (
             pytest.raises(
-                ConfigError, match=f"cannot serve metrics on 127.0.0.1:{port}: .*choose another --metrics-port"
+                ConfigError,
+                match=f"cannot serve metrics on .*:{port}: .* by process {os.getpid()}, .*; choose another --metrics",
             ),
             serving,
         ):

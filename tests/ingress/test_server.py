@@ -120,7 +120,9 @@ def test_one_of_two_services_on_the_same_port_exits() -> None:
             assert loser.stderr is not None
             output = loser.stderr.read().splitlines()
             assert len(output) == 1
-            assert output[0].startswith(f"forebay: cannot listen on 127.0.0.1:{port} ")
+            holder = pair[1 - ends.index("")].pid
+            text = f"forebay: cannot listen on 127.0.0.1:{port} (Address already in use by process {holder}, "
+            assert output[0].startswith(text)
         finally:
             for process in pair:
                 process.kill()

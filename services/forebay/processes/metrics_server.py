@@ -12,6 +12,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
+from forebay.ingress.http.server import port_holder
 from forebay.runtime.errors import ConfigError
 
 Probe = Callable[[], tuple[bool, str]]
@@ -34,8 +35,8 @@ def metrics_served(
         kind = type("Server", (ThreadingWSGIServer,), {"address_family": family})
         server: WSGIServer = make_server(host, port, _app(registry, probes or {}), kind, _Handler)
     except OSError as error:
-        text = f"cannot serve metrics on {host}:{port}: {error.strerror}; choose another --metrics-port"
-        raise ConfigError(text) from error
+        why = f"{error.strerror}{port_holder(port)}"
+        raise ConfigError(f"cannot serve metrics on {host}:{port}: {why}; choose another --metrics-port") from error
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()  # noqa: TID251 - the loop may be blocked
     try:
         yield

@@ -7,6 +7,7 @@ import socket
 import ssl
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Self
 
 import uvicorn
@@ -19,6 +20,8 @@ from forebay.ingress.http.protocol import REFUSED_MAX, ConnectionLimits, bounded
 from forebay.runtime.errors import ConfigError
 
 BACKLOG = 2048
+LISTENING = "0A"  # state of a socket in /proc/net/tcp
+COMMAND_BYTES = 100  # of a command line in an error
 DEFAULT_LIMITS = ConnectionLimits()
 # Longer than clients keep an idle connection (httpx and openai: 5 s). If the server closed a connection first, a
 # request that the client sends at that moment would be lost.
@@ -117,8 +120,22 @@ def listen(host: str, port: int, option: str = "--port") -> socket.socket:
         listener.listen(BACKLOG)  # with SO_REUSEADDR, bind alone succeeds for any number of processes
     except OSError as error:
         listener.close()
-        raise PortTaken(f"cannot listen on {host}:{port} ({error.strerror}); choose another {option}") from error
+        why = f"{error.strerror}{port_holder(port)}"
+        raise PortTaken(f"cannot listen on {host}:{port} ({why}); choose another {option}") from error
     return listener
+
+
+def port_holder(port: int) -> str:
+    """Return ` by process PID, COMMAND` for a port on which a process listens; empty if this user cannot know it."""
+    with contextlib.suppress(OSError):
+        rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()]
+        sockets = {f"socket:[{row[9]}]" for row in rows if row[3] == LISTENING and row[1].endswith(f":{port:04X}")}
+        for link in Path("/proc").glob("[0-9]*/fd/*") if sockets else ():
+            with contextlib.suppress(OSError):
+                if str(link.readlink()) in sockets:
+                    command = (link.parents[1] / "cmdline").read_bytes().replace(b"\0", b" ")
+                    return f" by process {link.parts[2]}, {command[:COMMAND_BYTES].decode(errors='replace').strip()}"
+    return ""
 
 
 def build_server(
