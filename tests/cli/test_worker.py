@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -21,24 +22,28 @@ from forebay.cli.processes.engine_options import EngineOptions
 from forebay.cli.processes.serve import Share, devices, run_shares, shares
 from forebay.cli.processes.upstream_options import UPSTREAMS_MAX, UpstreamOptions
 from forebay.cli.processes.worker import check_options
+from forebay.events.codec import encode
+from forebay.events.heartbeats import RejectedWorker, RouterHeartbeat
+from forebay.events.topics import HEARTBEATS
 from forebay.ingress.model import DEFAULT_MODEL
 from forebay.processes import worker as attached_module
 from forebay.processes.worker import (
-    CHECKS,
     AttachedWorkers,
     Attachment,
     Upstream,
     UpstreamSettings,
     WorkerSettings,
     attachments,
-    warn_if_not_admitted,
+    report_waits,
 )
 from forebay.runtime.errors import ConfigError
+from forebay.transport.base import Draft
+from forebay.transport.sqlite.log import SqliteLog
 from forebay.workers.engine import EngineError
 from forebay.workers.engines.attached.server import ServerInfo
 from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.metrics import Probes
-from forebay.workers.runtime.worker import Worker, WorkerReplaced
+from forebay.workers.runtime.worker import WorkerReplaced
 from forebay.workers.service import Request, Service, endpoint, service, service_of
 from tests.cli.in_process import error_of
 from tests.harness import fork_server
@@ -350,35 +355,37 @@ async def test_a_process_that_waits_for_its_server_is_alive(monkeypatch: pytest.
     assert (one.worker, one.model, one.probes.live()[0], one.probes.ready()[0]) == (None, "m", True, False)
 
 
-class StateSequence:
-    """Life-cycle states returned one per query. The last state repeats."""
-
-    def __init__(self, *states: State) -> None:
-        self.states = list(states)
-        self.looks = 0
-
-    @property
-    def state(self) -> State:
-        self.looks += 1
-        return self.states[min(self.looks, len(self.states)) - 1]
-
-
-def watched(*states: State) -> tuple[Probes, StateSequence]:
-    probes, life = Probes(), StateSequence(*states)
-    probes.worker = cast("Worker", cast(Any, SimpleNamespace(life=life)))
-    return probes, life
-
-
 @pytest.mark.asyncio
-async def test_a_worker_that_is_not_admitted_warns_once(capfd: pytest.CaptureFixture[str]) -> None:
-    warning = "forebay: worker w is not admitted and keeps trying"
-    await warn_if_not_admitted(Probes(), "w", check_s=0.0)  # no router has placed its model
-    starts, joins = [State.CREATED] * 9, [State.REGISTERED] * CHECKS
-    probes, life = watched(*starts, *joins[1:], State.RUNNING, State.HEALTHY, *joins)
-    await warn_if_not_admitted(probes, "w", check_s=0.0)
-    assert life.looks == len(life.states), "not for an engine that starts, and not for one that waited a moment"
-    lines = capfd.readouterr().err.splitlines()
-    assert [line.startswith(warning) for line in lines] == [True, True]
+async def test_a_worker_says_what_it_waits_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log, probes = SqliteLog.open(tmp_path / "log.db"), Probes()
+    worker: Any = SimpleNamespace(life=SimpleNamespace(state=State.CREATED), spec=SimpleNamespace(kv_layout=None))
+    beat = RouterHeartbeat(group="m", router_id="r", role="owner", owner_epoch=1)
+    rejected = msgspec.structs.replace(beat, rejected=(RejectedWorker(worker_id="w", reason="too small"),))
+
+    async def reported(text: str, beat: RouterHeartbeat | None = None) -> None:
+        while probes.waits_for != text:
+            if beat is not None:
+                await log.append([Draft(HEARTBEATS.name, 0, encode(HEARTBEATS, beat))])
+            await asyncio.sleep(0)
+
+    placed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    spec: Any = SimpleNamespace(worker_id="w", model="m")
+    waiting = asyncio.create_task(report_waits(log, probes, spec, placed, check_s=0.0))
+    await reported("no router has placed its model; start `forebay router` with the same --namespace and --redis")
+    probes.worker = worker
+    await reported("")  # its engine starts
+    worker.life.state = State.REGISTERED
+    placed.set_result(0)
+    await reported("no router owns its model; start `forebay router`, or read the logs of the routers")
+    await reported("the router r has not admitted it; check that both use the same --redis", beat)
+    await reported("the router r rejected it: too small", rejected)
+    assert probes.ready() == (False, "registered: the router r rejected it: too small")
+    worker.life.state = State.HEALTHY
+    assert probes.ready() == (True, "healthy")
+    await reported("")
+    waiting.cancel()
+    log.close()
+    assert "forebay: worker w waits, and keeps trying: the router r rejected it: too small\n" in capfd.readouterr().err
 
 
 PATIENCE_S = 60.0

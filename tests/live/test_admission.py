@@ -450,9 +450,13 @@ async def test_a_pool_of_another_block_size_is_refused_by_name(
     assert by_lease.refused == {"block_size": 1}
     text = "blocks of its pool big hold 16 tokens, but blocks of the pool default of m hold 64: start it with the same"
     assert text in caplog.text
+    (rejected,) = by_lease.admission.rejected
+    assert (rejected.worker_id, rejected.reason.startswith(text)) == ("v", True)
     await by_lease.poll(lease(released=True), big)
     pools = [(pool.pool, pool.block_size) for pool in by_lease.configured()]
     assert pools == [("default", 64), ("big", 16)], "once no worker is left"
+    await by_lease.poll(big)
+    assert (by_lease.joined(), by_lease.admission.rejected) == (["w", "v"], ())
 
 
 @pytest.mark.parametrize("changes", [{"role": "encode"}, {"block_size": 64}, {"pool": "default"}])

@@ -216,7 +216,7 @@ async def test_later_worker_of_the_same_name_wins(scene: Scene, is_admitted: boo
         await scene.lose(epoch)
     with pytest.raises(ExceptionGroup) as caught:
         await task
-    assert caught.group_contains(WorkerReplaced, match="later")
+    assert caught.group_contains(WorkerReplaced, match="later holds its lease; give each worker its own --id")
     assert scene.holds("later")
     await scene.keeper.stop()
 

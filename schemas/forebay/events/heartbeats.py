@@ -2,8 +2,15 @@
 
 from typing import Literal
 
-from forebay.events.base import Count, Event, Name
+from forebay.events.base import Count, Event, Name, Part
 from forebay.events.models import CardDigest
+
+
+class RejectedWorker(Part, frozen=True, kw_only=True):
+    """A worker that the owner does not admit, and why."""
+
+    worker_id: Name
+    reason: str
 
 
 class RouterHeartbeat(Event, tag="router.heartbeat", frozen=True, kw_only=True):
@@ -27,6 +34,7 @@ class RouterHeartbeat(Event, tag="router.heartbeat", frozen=True, kw_only=True):
         core_version: version of the router's decision rules; 0 from a router that does not report it.
         events_version: version of the event types that the router can read.
         card: digest of the model card of the owner's ready workers; empty from a standby, or if they stored none.
+        rejected: workers that the owner does not admit, with the reason; at most 8.
     """
 
     group: Name
@@ -44,6 +52,7 @@ class RouterHeartbeat(Event, tag="router.heartbeat", frozen=True, kw_only=True):
     core_version: Count = 0
     events_version: Count = 1
     card: CardDigest = ""
+    rejected: tuple[RejectedWorker, ...] = ()
 
 
 HeartbeatEvent = RouterHeartbeat

@@ -27,7 +27,7 @@ from forebay.ingress.served_models import ServedModels
 from forebay.ingress.settings import IngressSettings
 from forebay.processes.listening import Hosts, listening, serve_http
 from forebay.processes.metrics_server import process_registry
-from forebay.processes.notices import announce
+from forebay.processes.notices import announce, complain
 from forebay.processes.service import Cluster, connected, leases_at, until_signal
 from forebay.processes.shutdown import STOP_S, stop_notice
 from forebay.runtime.errors import ConfigError
@@ -37,6 +37,7 @@ from forebay.transport.models import ModelStore
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
 
 KNOWN_POLL_S = 0.02
+WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,12 +152,21 @@ async def _serve(
                 serve(),
                 _until_draining(api.run(), front.drain),
                 directory.run(),
+                _report_waits(models, settings.ingress_id),
             )
             try:
                 await until_signal(*parts, stop=stop, stop_s=drain_s + STOP_S)
             finally:
                 await keeper.stop()
                 await explainer.close()
+
+
+async def _report_waits(models: ServedModels, ingress_id: str) -> None:
+    """Say every `WAIT_S` seconds what the ingress waits for while it is not ready."""
+    while True:
+        await asyncio.sleep(WAIT_S)
+        if (why := models.why_not_ready()) is not None:
+            complain(f"ingress {ingress_id} is not ready: {why}")
 
 
 async def _until_known(models: ServedModels) -> None:

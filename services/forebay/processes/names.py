@@ -3,7 +3,9 @@
 import os
 import socket
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
+from forebay import runtime
 from forebay.events.names import Kind, require_adapter, require_name
 from forebay.runtime.errors import ConfigError, prefixed
 
@@ -32,6 +34,13 @@ def adapters(loras: Sequence[str], model: str) -> tuple[str, ...]:
     """Return the names of the LoRA adapters of `model`. Raises ConfigError if a name is invalid."""
     with prefixed("--lora"):
         return tuple(require_adapter(name, model) for name in loras)
+
+
+def incarnation() -> str:
+    """Return an id that no other process has. It names this process, for the user of another one with the same name."""
+    now = datetime.fromtimestamp(runtime.wall_us() // 1_000_000, UTC)
+    where = f"process {os.getpid()} on {socket.gethostname()[:64]}"
+    return f"{runtime.random_id()} of {where} since {now:%Y-%m-%d %H:%M:%SZ}"
 
 
 def process_name() -> str:

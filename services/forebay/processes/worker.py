@@ -28,13 +28,14 @@ from forebay.processes.card_keeper import keep_card
 from forebay.processes.engines import EngineChoice, built
 from forebay.processes.metrics_server import Probe, process_registry
 from forebay.processes.model_source import HUB_NAME, find_model
-from forebay.processes.names import adapters, named
+from forebay.processes.names import adapters, incarnation, named
 from forebay.processes.notices import announce, complain
 from forebay.processes.service import Cluster, connected, leases_at, until_signal
 from forebay.processes.shutdown import stop_notice
 from forebay.runtime.errors import ConfigError, cause_of, prefixed
 from forebay.transport.base import LeaseError, Log
 from forebay.transport.directory import Directory
+from forebay.transport.heartbeats import RouterHeartbeats
 from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics
 from forebay.transport.models import stored_card
 from forebay.workers.engine import Engine, EngineError
@@ -265,10 +266,12 @@ class AttachedWorkers:
             spec = msgspec.structs.replace(spec, card=await stored_card(self._log, spec.model, *card))
         source = "" if one.upstream is None else f", for {one.upstream.url}"
         announce(f"worker {spec.worker_id} requests to join {spec.model}, pool {spec.pool}{source}")
-        beside = [asyncio.create_task(warn_if_not_admitted(one.probes, spec.worker_id))]
+        joining = asyncio.create_task(join_group(self._cluster, self._log, spec))
+        beside: list[asyncio.Task[Any]] = [joining]
+        beside.append(asyncio.create_task(report_waits(self._log, one.probes, spec, joining)))
         try:
-            partition = await join_group(self._cluster, self._log, spec)
-            token = runtime.random_id()
+            partition = await joining
+            token = incarnation()
             worker = one.worker = one.probes.worker = Worker(
                 self._log,
                 self._keeper,
@@ -386,8 +389,8 @@ def _tokenizer_of(info: ServerInfo, servers: UpstreamSettings, url: str) -> Path
 
 
 ANNOUNCEMENT_TTL_MS = 6_000
-CHECK_S = 5.0
-CHECKS = 3  # consecutive checks: a takeover takes six seconds, and an owner reads the leases twice per second
+CHECK_S = 2.0
+CHECKS = 5  # per line: a takeover takes six seconds, and an owner reads the leases twice per second
 
 
 async def join_group(cluster: Cluster, log: Log, spec: WorkerSpec) -> int:
@@ -409,17 +412,54 @@ async def join_group(cluster: Cluster, log: Log, spec: WorkerSpec) -> int:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ANNOUNCEMENT_TTL_MS / 3000):
                     await directory.placed(spec.model)
+        with contextlib.suppress(LeaseError):
+            for lease in await runtime.offload(leases.poll, spec.model):
+                if lease.worker_id == spec.worker_id and lease.expires_in_ms > 0 and not lease.released:
+                    text = f"worker {spec.worker_id} takes over the lease of incarnation {lease.token}"
+                    complain(f"{text}; if that process runs, give each worker its own --id")
         return partition
     finally:
         directory.close()
 
 
-async def warn_if_not_admitted(probes: Probes, name: str, *, check_s: float = CHECK_S) -> None:
-    """Print a warning if the engine runs, but `CHECKS` checks in a row find that no owner has added the worker."""
-    checks = 0
-    while checks < CHECKS:
-        await asyncio.sleep(check_s)
-        is_waiting = probes.worker is None or probes.worker.life.state is State.REGISTERED
-        checks = checks + 1 if is_waiting else 0
-    why = "either no router is running, or the router rejected the worker and logged the reason"
-    complain(f"worker {name} is not admitted and keeps trying: {why}")
+async def report_waits(
+    log: Log, probes: Probes, spec: WorkerSpec, placed: "asyncio.Future[int]", *, check_s: float = CHECK_S
+) -> None:
+    """Say what the worker waits for while no owner has admitted it, every `CHECKS` checks, and show it in the probe.
+
+    A rejection is reported at once. `placed` is the control partition of the group.
+    """
+    beats = RouterHeartbeats(log, spec.model)
+    following, checks, rejection = None, 0, ""
+    try:
+        while True:
+            await asyncio.sleep(check_s)
+            probes.waits_for = ""
+            if probes.worker is not None and probes.worker.life.state is not State.REGISTERED:
+                checks, rejection = 0, ""
+                continue
+            if placed.done() and following is None:
+                following = asyncio.create_task(beats.follow(placed.result()))
+                continue  # the first heartbeats arrive until the next check
+            checks += 1
+            rejected = () if beats.owner is None else beats.owner.rejected
+            reason = next((one.reason for one in rejected if one.worker_id == spec.worker_id), "")
+            probes.waits_for = why = _wait(beats, reason, is_placed=placed.done())
+            if reason != rejection or checks % CHECKS == 0:
+                complain(f"worker {spec.worker_id} waits, and keeps trying: {why}")
+            rejection = reason
+    finally:
+        if following is not None:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+
+def _wait(beats: RouterHeartbeats, rejection: str, *, is_placed: bool) -> str:
+    """Return what a worker waits for."""
+    if not is_placed:
+        return "no router has placed its model; start `forebay router` with the same --namespace and --redis"
+    if beats.owner is None or not beats.has_owner:
+        return "no router owns its model; start `forebay router`, or read the logs of the routers"
+    if rejection:
+        return f"the router {beats.owner.router_id} rejected it: {rejection}"
+    return f"the router {beats.owner.router_id} has not admitted it; check that both use the same --redis"

@@ -12,7 +12,7 @@ from forebay import runtime
 from forebay.core.state.fleet import WorkerPhase
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.codec import encode
-from forebay.events.heartbeats import RouterHeartbeat
+from forebay.events.heartbeats import RejectedWorker, RouterHeartbeat
 from forebay.events.topics import FLEET, HEARTBEATS
 from forebay.events.versions import EVENTS_VERSION
 from forebay.live.standby import Standby
@@ -65,7 +65,7 @@ class HeartbeatWriter:
     def due_in_s(self) -> float:
         return max(0.0, self._due_s - runtime.monotonic_s())
 
-    def beat_as_owner(self, world: World, position: int) -> None:
+    def beat_as_owner(self, world: World, position: int, rejected: tuple[RejectedWorker, ...]) -> None:
         """Append a heartbeat if one is due, or if the fleet changed. `position` is the end of the owner's journal."""
         fleet_read = world.view.get(FLEET.name, 0)
         if self.due_in_s() and fleet_read == self._fleet_read:
@@ -74,7 +74,8 @@ class HeartbeatWriter:
             self._due_s = runtime.monotonic_s() + OWNER_EVERY_S  # the loop sleeps until then
             return
         self._fleet_read = fleet_read
-        self._append(self._draft(owner_heartbeat(world, self._group, self._router_id, position)), OWNER_EVERY_S)
+        beat = owner_heartbeat(world, self._group, self._router_id, position)
+        self._append(self._draft(replace(beat, rejected=rejected)), OWNER_EVERY_S)
 
     async def release(self, world: World, position: int) -> None:
         """Append the last heartbeat of an owner that has sealed its journal, so that a standby claims at once."""

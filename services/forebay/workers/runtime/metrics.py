@@ -137,14 +137,20 @@ LIVE_S = 30.0  # longer than several health checks with their timeouts
 
 
 class Probes:
-    """Readiness and liveness probes of a worker process, for any thread. `worker` is None until it is created."""
+    """Readiness and liveness probes of a worker process, for any thread. `worker` is None until it is created.
+
+    `waits_for` says what it waits for to be admitted; empty if that is not known, or it does not wait.
+    """
 
     def __init__(self) -> None:
         self.worker: Worker | None = None
+        self.waits_for = ""
 
     def ready(self) -> tuple[bool, str]:
         """Return whether the worker is a healthy member of the fleet, and a text with its state and KV transport."""
-        state = self._state()
+        state, waits_for = self._state(), self.waits_for
+        if waits_for and state is not State.HEALTHY:
+            return False, f"{state}: {waits_for}"
         layout = None if self.worker is None else self.worker.spec.kv_layout
         return state is State.HEALTHY, state if layout is None else f"{state}, KV transport {layout.connector}"
 

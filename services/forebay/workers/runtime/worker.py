@@ -258,7 +258,8 @@ class Worker:
                 self._wake.clear()
                 if self._replaced_by is not None:
                     raise WorkerReplaced(
-                        f"worker {self.spec.worker_id} was replaced: incarnation {self._replaced_by} holds its lease"
+                        f"worker {self.spec.worker_id} was replaced: incarnation {self._replaced_by} holds its lease;"
+                        " give each worker its own --id"
                     )
                 for record in fleet.take(READ_MAX):
                     self._on_fleet(record, spawn)

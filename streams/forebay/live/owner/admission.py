@@ -34,6 +34,7 @@ from forebay.events.fleet import (
     WorkerSpec,
     WorkerSuspect,
 )
+from forebay.events.heartbeats import RejectedWorker
 from forebay.events.names import NameInvalid, printable, require_adapter, require_name
 from forebay.events.topics import CONTROL, FLEET, work_topic
 from forebay.events.transfer import KvLayout
@@ -44,6 +45,8 @@ from forebay.transport.base import Draft, Lease, Log, LogError
 logger = logging.getLogger(__name__)
 
 SLOT_RETRY_S = 60.0  # reading the end of an unusable slot blocks the polls of all workers for 10 s, so retry rarely
+REJECTED_MAX = 8  # in a heartbeat, of which there are four per second
+REASON_CHARS_MAX = 500
 NAMES_MAX = 16  # in one line of the log
 FOREIGN = "a record of fleet that this router did not write changed it"
 RESPONDING = {"aggregated", "decode"}  # roles that stream responses; a model has workers of only one of these roles
@@ -116,9 +119,17 @@ class WorkerAdmission:
         self._judge = LeaseJudge()
         for worker in fleet.workers():
             self._judge.add(worker.spec.worker_id, worker.lease, worker.lease_ttl_ms)
-        self._refused: dict[str, str] = {}
+        self._refused: dict[str, tuple[str, str]] = {}  # token of the lease and the reason, by worker
         self._unusable_slots: dict[str, float] = {}
         self.refused: Counter[str] = Counter()
+
+    @property
+    def rejected(self) -> tuple[RejectedWorker, ...]:
+        """Workers that are not admitted; at most `REJECTED_MAX`."""
+        waiting = [(name, why) for name, (_, why) in self._refused.items() if name not in self._members]
+        return tuple(
+            RejectedWorker(worker_id=name, reason=why[:REASON_CHARS_MAX]) for name, why in waiting[:REJECTED_MAX]
+        )
 
     @property
     def sensor_faults(self) -> int:
@@ -146,7 +157,7 @@ class WorkerAdmission:
         await self._lose_all(dict.fromkeys(changed, FOREIGN))
         verdicts = self._verdicts(held, observed_ms)
         self._ended = {name: token for name, token in self._ended.items() if name in held}
-        self._refused = {name: token for name, token in self._refused.items() if name in held}
+        self._refused = {name: one for name, one in self._refused.items() if name in held}
         self._unusable_slots = {
             token: until_s for token, until_s in self._unusable_slots.items() if until_s > runtime.monotonic_s()
         }
@@ -355,8 +366,8 @@ class WorkerAdmission:
         )
 
     def _refuse(self, lease: Lease, reason: str, problem: str) -> None:
-        if self._refused.get(lease.worker_id) != lease.token:
-            self._refused[lease.worker_id] = lease.token
+        if self._refused.get(lease.worker_id, ("",))[0] != lease.token:
+            self._refused[lease.worker_id] = lease.token, problem
             self.refused[reason] += 1
             logger.error("worker %s was rejected: %s", printable(lease.worker_id), problem)
 

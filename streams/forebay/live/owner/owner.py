@@ -333,7 +333,8 @@ class Owner:
 
     def _beat(self) -> None:
         if self._heartbeats is not None:
-            self._heartbeats.beat_as_owner(self.world, self.journal.end)
+            rejected = () if self.admission is None else self.admission.rejected
+            self._heartbeats.beat_as_owner(self.world, self.journal.end, rejected)
 
     async def take_snapshot(self) -> None:
         """Take a snapshot of the current state, and wait until it is complete. Must not be called during `run`."""
