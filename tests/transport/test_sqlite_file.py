@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -346,6 +347,38 @@ def test_a_log_of_another_namespace_is_refused_and_unchanged(path: Path) -> None
     with closing(sqlite3.connect(path)) as db:
         assert db.execute("SELECT count(*) FROM forebay_meta").fetchone() == (4,)
     assert len(path.read_bytes()) == len(before)
+
+
+async def test_a_copy_without_its_wal_is_noticed(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = [path.with_name(name) for name in ("early", "late", "whole", "foreign")]
+    early, late, whole, foreign = names
+    other = SqliteLog.open(path.with_name("other"))
+    await other.append(drafts(2))
+    log = SqliteLog.open(path)
+    await log.append(drafts(2))
+    shutil.copy(path, early)
+    edit(path, "PRAGMA wal_checkpoint")
+    await log.append(drafts(3, first=2))
+    for copy in (late, whole, foreign):
+        shutil.copy(path, copy)
+    shutil.copy(f"{path}-wal", f"{whole}-wal")
+    shutil.copy(f"{path.with_name('other')}-wal", f"{foreign}-wal")
+    log.close()
+    other.close()
+    for _ in range(2):  # opening a log creates files beside it
+        with pytest.raises(LogUnusable, match=r"early: has no records without early-wal, .* `forebay record`"):
+            SqliteLog.open(early, readonly=True)
+        for readonly in (True, False):
+            with pytest.raises(LogUnusable, match="foreign: foreign-wal belongs to another log"):
+                SqliteLog.open(foreign, readonly=readonly)
+        with closing(SqliteLog.open(late, readonly=True)) as opened:
+            assert opened.topics() == [("topic", 0, 2)]
+        assert "late: late-wal is missing, so its newest records may be missing" in caplog.text
+        caplog.clear()
+        for complete in (path, whole):
+            with closing(SqliteLog.open(complete, readonly=True)) as opened:
+                assert opened.topics() == [("topic", 0, 5)]
+        assert not caplog.records
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root bypasses file permissions")

@@ -28,6 +28,7 @@ __all__ = ["CorruptRecord", "LogUnusable", "MissingRecords", "SqliteLog", "Sqlit
 
 logger = logging.getLogger(__name__)
 
+COPY = "copy a log in use with its -wal, or use `forebay record`"
 RECORD_BYTES_MAX = 16 << 20  # equal to the maximum message size of the Kafka topics
 TRIM_PAGES = 4  # minimum number of pages that a deletion changes: the table, the free list and the first offsets
 PendingRecord = tuple[Partition, int, Draft, bytes | None]
@@ -482,14 +483,21 @@ def open_file(
     A writer initialises an empty file as a log of `namespace`. With `sync` full, each of its commits waits for the
     disk. Raises LogUnusable with a one-line reason.
     """
+    has_wal = schema.check_wal(path)
     try:
         db = schema.connect(path, readonly=readonly)
     except sqlite3.Error as error:
         raise schema.LogUnusable(f"{path}: cannot be opened ({error}); choose another path") from error
     try:
         known = schema.check_format(db, path)
+        # Closing a log ends its WAL mode.
+        lacks_wal = not has_wal and db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
         if readonly and not known:
+            if lacks_wal:
+                raise schema.LogEmpty(f"{path}: has no records without {path.name}-wal, which is missing; {COPY}")
             raise schema.LogEmpty(f"{path}: is empty; start a writer first, which creates the log")
+        if lacks_wal:
+            logger.warning("%s: %s-wal is missing, so its newest records may be missing; %s", path, path.name, COPY)
         recording = None
         if known == schema.RECORDING_VERSION:
             recording = read_contents(db, path)

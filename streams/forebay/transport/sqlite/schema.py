@@ -7,6 +7,7 @@ import sqlite3
 import stat
 import struct
 from collections.abc import Mapping
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -312,6 +313,26 @@ def _is_database(path: Path) -> bool:
     return start in (b"", SQLITE_MAGIC)
 
 
+def check_wal(path: Path) -> bool:
+    """Return whether a log has a WAL with commits. Raises LogUnusable if it is that of another log.
+
+    Call this function before a writer opens the log, because SQLite would move the other log into the file.
+    """
+    wal = path.with_name(path.name + "-wal")
+    if not wal.exists() or not wal.stat().st_size:
+        return False
+    created: set[Any] = set()
+    try:
+        for mode in ("mode=ro&immutable=1", "mode=ro"):  # an immutable file is read without its WAL
+            with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True)) as db:
+                created.add(read_meta(db).get("created"))
+    except UNREADABLE:  # nothing is in the file yet; other errors are reported when the log is opened
+        return True
+    if len(created) > 1:
+        raise LogUnusable(f"{path}: {wal.name} belongs to another log; put the WAL of this log in its place")
+    return True
+
+
 def connect(path: Path | None, *, readonly: bool) -> sqlite3.Connection:
     """Return a connection in autocommit mode, because the log executes BEGIN and COMMIT itself."""
     if path is None:
@@ -333,6 +354,9 @@ def check_format(db: sqlite3.Connection, path: Path | None) -> int:
                 raise LogUnusable(f"{path}: is not a forebay log ({error}); choose another path") from error
             case sqlite3.SQLITE_BUSY:
                 raise LogUnusable(f"{path}: another process writes it; wait for that one") from error
+            case sqlite3.SQLITE_CANTOPEN | sqlite3.SQLITE_READONLY:  # for its -shm
+                text = f"a log in use needs files beside it, and {path and path.parent} cannot be written ({error})"
+                raise LogUnusable(f"{path}: {text}; copy the log and its -wal into another folder") from error
             case sqlite3.SQLITE_CORRUPT:
                 raise LogUnusable(f"{path}: is damaged or cut off ({error}); restore a copy") from error
             case _:
@@ -367,7 +391,7 @@ def create_meta(db: sqlite3.Connection, version: int, meta: Mapping[str, str]) -
     The name of the meta table contains an underscore, so it cannot be a topic name.
     """
     db.execute("CREATE TABLE forebay_meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID")
-    created = datetime.fromtimestamp(runtime.wall_s(), UTC).isoformat(timespec="seconds")
+    created = datetime.fromtimestamp(runtime.wall_s(), UTC).isoformat()
     db.executemany(
         "INSERT INTO forebay_meta VALUES (?, ?)", {"format": str(version), "created": created, **meta}.items()
     )
