@@ -506,6 +506,16 @@ async def test_a_long_read_in_another_connection_delays_commits_briefly(
     assert writer.wal_bytes() < LARGE // 2
 
 
+async def test_the_wal_shrinks_to_its_limit(path: Path) -> None:
+    wal = path.with_name(f"{path.name}-wal")
+    with closing(SqliteLog.open(path)) as log:
+        log.limit_wal(1 << 20)
+        await log.append([Draft("topic", 0, bytes(1 << 20))] * 8)
+        assert size(wal) > 8 << 20
+        while size(wal) > 1 << 20:
+            await log.append(drafts(1))
+
+
 async def test_a_failed_checkpoint_fails_the_log(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite_checkpoint, "CHECKPOINT_BYTES", SMALL)
     log = SqliteLog.open(path)

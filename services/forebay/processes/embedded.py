@@ -250,6 +250,8 @@ def _start_retention(
     tasks: Tasks,
     registry: CollectorRegistry,
 ) -> None:
+    if settings.log_limits.wal_bytes:
+        log.limit_wal(settings.log_limits.wal_bytes)
     retentions = [Retention(log, group.owner, group.partition, settings.log_limits) for group in groups]
     for retention in retentions:
         retention.peers = [peer for peer in retentions if peer is not retention]

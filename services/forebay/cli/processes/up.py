@@ -26,13 +26,14 @@ from forebay.processes.engines import mock_connector
 from forebay.processes.names import names
 from forebay.processes.notices import announce
 from forebay.runtime.errors import ConfigError
+from forebay.transport.sqlite.checkpoint import WAL_BYTES_MAX
 from forebay.workers.kv_transfer.api import NIXL
 
 # Layers of which `up` logs warnings only, because its own lines describe the workers.
 QUIET = ("forebay.live", "forebay.transport", "forebay.workers")
 LOG_SIZE = "10GB"  # about a million requests
 LOG_SIZE_IN_MEMORY = "1GB"  # small, because the engines of the process need memory, too
-LOG_BYTES_MIN = 10_000_000  # room for a snapshot and the records after it; the write-ahead log alone is larger
+LOG_BYTES_MIN = 10_000_000  # room for a snapshot, the records after it, and the write-ahead log
 
 
 def run_up(options: UpCommand) -> None:
@@ -77,7 +78,9 @@ def run_up(options: UpCommand) -> None:
 def _limits(log: LogOptions) -> RetentionLimits:
     text = log.log_max_size or (LOG_SIZE_IN_MEMORY if log.log is None else LOG_SIZE)
     age_s = None if log.log_max_age is None else span_us("--log-max-age", log.log_max_age) / 1e6
-    return RetentionLimits(size("--log-max-size", text, LOG_BYTES_MIN), age_s)
+    size_bytes = size("--log-max-size", text, LOG_BYTES_MIN)
+    wal_bytes = 0 if log.log is None else min(WAL_BYTES_MAX, size_bytes // 8)
+    return RetentionLimits(size_bytes - 3 * wal_bytes, age_s, wal_bytes)  # room for commits during checkpoints
 
 
 def _console(

@@ -46,8 +46,11 @@ KEPT = (GROUPS.name, CONTROL.name, MODELS.name)
 
 
 class RetentionLimits(msgspec.Struct, frozen=True):
+    """Limits of a log: bytes of records and age of records, and bytes of the WAL; 0 for the default of a log."""
+
     size_bytes: int
     age_s: float | None = None
+    wal_bytes: int = 0
 
 
 class Retention:

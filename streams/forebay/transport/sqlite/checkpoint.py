@@ -29,6 +29,8 @@ class Checkpointer:
 
     def __init__(self, path: Path) -> None:
         self.holding = False
+        self.checkpoint_bytes = CHECKPOINT_BYTES
+        self.wal_bytes_max = WAL_BYTES_MAX
         self._path = path
         self._growth = 0
         self._running: Future[tuple[int, int]] | None = None
@@ -50,12 +52,12 @@ class Checkpointer:
                 return
             frames, done = self._running.result()
             behind = done < frames or self._growth > 0
-            hold = behind and not self.holding and frames * PAGE_BYTES > WAL_BYTES_MAX
+            hold = behind and not self.holding and frames * PAGE_BYTES > self.wal_bytes_max
             if self.holding and done < frames:
                 logger.warning("%s: a long read in another process prevents the WAL from restarting", self._path)
             self._running = None
             self.holding = False
-        if hold or self._growth >= CHECKPOINT_BYTES:
+        if hold or self._growth >= self.checkpoint_bytes:
             self._growth = 0
             self.holding = hold
             self._running = self._executor.submit(_checkpoint, self._path)

@@ -236,6 +236,13 @@ class SqliteLog:
         )
         return (pages - free) * size, pages * size
 
+    def limit_wal(self, wal_bytes: int) -> None:
+        """Checkpoint so often that the WAL, and the file that it leaves, hardly exceed `wal_bytes`."""
+        if self._checkpointer is not None:
+            self._checkpointer.wal_bytes_max = wal_bytes
+            self._checkpointer.checkpoint_bytes = min(wal_bytes // 2, self._checkpointer.checkpoint_bytes)
+            self._db.execute(f"PRAGMA journal_size_limit = {wal_bytes}")
+
     def check(self) -> None:
         """Check the whole file. Raises LogError if the file is damaged.
 
