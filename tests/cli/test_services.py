@@ -285,6 +285,10 @@ def test_probes_are_served_with_the_metrics(capfd: pytest.CaptureFixture[str]) -
         httpx.Client(base_url=f"http://127.0.0.1:{port}") as http,
     ):
         assert "answer 42.0" in http.get("/metrics").text
+        for path in ("/metrics", "/ready"):
+            got, head = http.get(path), http.head(path)
+            assert head.headers["content-length"] == got.headers["content-length"]
+            assert head.status_code == got.status_code
         answer = http.get("/ready")
         assert (answer.status_code, answer.text) == (503, "created\n")
         is_ready[0] = True

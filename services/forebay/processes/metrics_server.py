@@ -49,13 +49,18 @@ def _app(registry: CollectorRegistry, probes: Mapping[str, Probe]) -> App:
     metrics = make_wsgi_app(registry)
 
     def app(environment: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        is_head, head = environment["REQUEST_METHOD"] == "HEAD", list[Any]()
         probe = probes.get(environment["PATH_INFO"])
         if probe is None:
-            shown: Iterable[bytes] = metrics(environment, start)
-            return shown
-        well, text = probe()
-        start("200 OK" if well else "503 Service Unavailable", [("Content-Type", "text/plain; charset=utf-8")])
-        return [f"{text}\n".encode()]
+            changes = {"REQUEST_METHOD": "GET"} if is_head else {}
+            body = b"".join(metrics({**environment, **changes}, lambda *given: head.extend(given)))
+        else:
+            well, text = probe()
+            head += ["200 OK" if well else "503 Service Unavailable", [("Content-Type", "text/plain; charset=utf-8")]]
+            body = f"{text}\n".encode()
+        status, headers = head
+        start(status, [*headers, ("Content-Length", str(len(body)))])
+        return [] if is_head else [body]
 
     return app
 
