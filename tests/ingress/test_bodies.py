@@ -2,10 +2,11 @@
 
 import gzip
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -22,7 +23,8 @@ from forebay.ingress.kafka_api.request import body_of
 from forebay.ingress.model import Model
 from forebay.ingress.openai.embeddings import INPUTS_MAX, EmbeddingBody
 from forebay.ingress.openai.fields import Body, parse
-from forebay.ingress.openai.requests import CHOICES_MAX, ChatBody, TextBody
+from forebay.ingress.openai.requests import CHOICES_MAX, ChatBody, Message, TextBody
+from forebay.ingress.openai.tools import Function
 from forebay.ingress.prepare import PreparedRequest
 from forebay.ingress.streams import Stream
 from forebay.transport.base import Record
@@ -665,6 +667,45 @@ def test_parameters_of_neither_api_are_unknown(kind: type[Body], value: object) 
     with pytest.raises(ApiError) as caught:
         parsed(kind, magic=value)
     assert caught.value.code == "unknown_parameter"
+
+
+def test_every_field_of_messages_and_tools_reaches_the_chat_template(tmp_path: Path) -> None:
+    """No accepted field is dropped: neither that of a message of any role, nor that of a call or a tool."""
+    model = Model(media_model.make(tmp_path, "{{ messages | tojson }}{{ tools | tojson }}"))
+    given: dict[str, Any] = {"name": "the-name", "content": "the-content", "tool_call_id": "the-id"}
+    called = {"id": "the-call", "type": "function", "function": {"name": "the-called", "arguments": '{"a": "the-b"}'}}
+    given |= {"tool_calls": [called], "reasoning_content": "the-reasoning", "reasoning": "the-reasoning"}
+    assert given.keys() | {"role"} == Message.model_fields.keys()
+    function = {"name": "the-function", "description": "the-use", "parameters": {"a": "the-schema"}}
+    assert function.keys() == Function.model_fields.keys()
+    of_roles = {"tool": {"tool_call_id"}, "assistant": {"tool_calls", "reasoning_content", "reasoning"}}
+    for role in ("system", "developer", "user", "assistant", "tool"):
+        sent = {name: given[name] for name in {"name", "content"} | of_roles.get(role, set())}
+        raw = json.dumps(chat(messages=[{"role": role, **sent}], tools=[{"type": "function", "function": function}]))
+        body = parse(ChatBody, raw.encode())
+        output = model.render(body.chat(), body.choice.plain())
+        assert {*re.findall("the-[a-z]+", raw)} <= {*re.findall("the-[a-z]+", output)}
+
+
+def test_every_accepted_field_is_documented() -> None:
+    """The pages say of each field whether it has an effect."""
+    folder = Path(__file__).parents[2] / "docs"
+    pages = "".join((folder / name).read_text() for name in ("openai.md", "routing.md", "multimodal.md", "kv-tiers.md"))
+    for kind in parts_of(ChatBody) | parts_of(TextBody) | parts_of(EmbeddingBody):
+        for name in {field.alias or name for name, field in kind.model_fields.items()} | kind.ignored:
+            assert re.search(rf"`[^`]*\b{name}\b[^`]*`", pages), (kind, name)
+
+
+def parts_of(kind: type[Body]) -> set[type[Body]]:
+    """Return the class of a body and those of all of its parts."""
+    inner = {one for field in kind.model_fields.values() for one in found_in(field.annotation)}
+    return {kind}.union(*(parts_of(one) for one in inner))
+
+
+def found_in(annotation: Any) -> set[type[Body]]:
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        return {annotation}
+    return set().union(*(found_in(one) for one in get_args(annotation)))
 
 
 @pytest.mark.parametrize("name", ["include_usage", "include_obfuscation", "continuous_usage_stats"])

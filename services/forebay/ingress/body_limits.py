@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from forebay.ingress.errors import ApiError
+from forebay.ingress.errors import ApiError, invalid
 
 TEXT_BYTES_MAX = 4 << 20  # a megatoken of English text
 MEDIA_BYTES_MAX = 48 << 20  # far above 8 MiB of media in base64: the error of a larger image then names the image
+MESSAGES_MAX = 10_000
+TOOLS_MAX = 128  # OpenAI's limit
 SMALL_BYTES = 64 << 10  # smaller bodies do not count, because the number of connections limits their total
 # Decoding holds the interpreter, so a thread would not help other requests. 200,000 values take about 0.1 s.
 VALUES_MAX = 200_000
@@ -32,6 +34,13 @@ class _Message(msgspec.Struct):
 
 class _Chat(msgspec.Struct):
     messages: list[_Message] = []
+
+
+class _Lists(msgspec.Struct):
+    """Lists whose elements take microseconds each to validate."""
+
+    messages: list[msgspec.Raw] | None = None
+    tools: list[msgspec.Raw] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,19 @@ class BodyLimits:
             if values > self.values_max:
                 text = f"the body has {values:,} JSON values; the limit is {self.values_max:,}"
                 raise ApiError(413, "too_many_values", text)
+        if size > SMALL_BYTES:
+            _require_short_lists(raw)
+
+
+def _require_short_lists(raw: bytes) -> None:
+    """Raise ApiError (400) for a list that validation would reject, which takes much longer."""
+    try:
+        found = msgspec.json.decode(raw, type=_Lists)
+    except (msgspec.MsgspecError, RecursionError):
+        return
+    for name, given, limit in (("messages", found.messages, MESSAGES_MAX), ("tools", found.tools, TOOLS_MAX)):
+        if given is not None and len(given) > limit:
+            raise invalid(f"{name} has {len(given):,} elements; the limit is {limit:,}", name)
 
 
 def _media_bytes(raw: bytes) -> int:

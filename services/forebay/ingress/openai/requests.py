@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from forebay.events.names import unknown_name
 from forebay.events.requests import StructuredOutput
+from forebay.ingress.body_limits import MESSAGES_MAX
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.media.tokens import MediaRef
 from forebay.ingress.openai.embeddings import EmbeddingBody
@@ -27,7 +28,6 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 STOP_STRINGS_MAX = 4
 STOP_CHARS_MAX = 1_024  # each delta of a response is compared with prefixes of the stop strings
-MESSAGES_MAX = 10_000
 PARTS_MAX = 10_000  # content parts and tool calls of all messages; each takes microseconds
 N_MAX = 128  # OpenAI's limit
 PROMPTS_MAX = 1_024

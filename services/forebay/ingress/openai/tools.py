@@ -12,11 +12,11 @@ from pydantic import Field
 
 from forebay.events.names import unknown_name
 from forebay.events.requests import StructuredOutput
+from forebay.ingress.body_limits import TOOLS_MAX
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.openai.fields import Body, Neutral, reject_extra
 from forebay.ingress.openai.sampling import JsonObject, encoded_schema
 
-TOOLS_MAX = 128  # OpenAI's limit
 ID_CHARS_MAX = 256
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 TOOL_NEUTRAL: Neutral = {"defer_loading": (None, False)}
