@@ -22,7 +22,7 @@ from forebay.cli import produce
 from forebay.cli.common.failures import status_failure
 from forebay.cli.planner.planner_file import read_planner_file
 from forebay.cli.produce import ProduceRun
-from forebay.cli.trace.pace import SAMPLE_S, Pace
+from forebay.cli.trace.client import SAMPLE_S, Pace
 from forebay.cli.trace.stream import transport_failure
 from forebay.events.scaling import DecodePoint, PrefillPoint
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES

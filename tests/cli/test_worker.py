@@ -18,9 +18,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from forebay import runtime
+from forebay.cli.processes.command import UPSTREAMS_MAX, UpstreamOptions
 from forebay.cli.processes.engine_options import EngineOptions
 from forebay.cli.processes.serve import Share, devices, run_shares, shares
-from forebay.cli.processes.upstream_options import UPSTREAMS_MAX, UpstreamOptions
 from forebay.cli.processes.worker import check_options
 from forebay.events.codec import encode
 from forebay.events.heartbeats import RejectedWorker, RouterHeartbeat

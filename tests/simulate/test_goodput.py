@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.analysis.runs import DOUBLINGS_MAX, TOLERANCE, Capacity, SpeedTrial, search
 from forebay.runtime.errors import ConfigError
-from forebay.simulate.capacity import DOUBLINGS_MAX, TOLERANCE, Capacity, SpeedTrial, search
 from forebay.simulate.outcome import RequestOutcome, RequestOutcomes, SimulationOutcome
 from forebay.simulate.pareto import costs, optimal
 from forebay.simulate.slo import Slo, goodput, parse_slo, requests_per_s

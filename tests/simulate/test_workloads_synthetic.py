@@ -10,12 +10,12 @@ from itertools import islice, pairwise
 import msgspec
 import pytest
 
+from forebay.cli.simulate.workload import workload_statistics
 from forebay.runtime.errors import ConfigError
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import Turn, WorkloadOptions
 from forebay.simulate.workloads.draws import Lengths, bursty, diurnal, exp, exponential, normal, poisson, wave
 from forebay.simulate.workloads.source import RowErrors
-from forebay.simulate.workloads.statistics import workload_statistics
 from forebay.simulate.workloads.synthetic import Synthetic
 
 SEED = 5

@@ -1,17 +1,26 @@
 """Commands that run a system: `up`, and the services of a distributed system."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from urllib.parse import urlsplit
 
 from forebay.cli.common.cluster_options import LOOPBACK, ClusterOptions, MetricsPortOption, ServiceOptions
+from forebay.cli.common.credentials import (
+    FILE_BYTES_MAX,
+    AdminTokenFileOption,
+    ApiKeyFileOption,
+    ApiKeysOption,
+    api_keys,
+    read_text,
+    required_token,
+)
 from forebay.cli.common.logs import AccessLogOption, LoggingOptions
 from forebay.cli.common.options import Argument, Option
 from forebay.cli.console.command import PORT as CONSOLE_PORT
 from forebay.cli.policies.allowed import AllowPolicyOption
 from forebay.cli.policies.router_options import RouterOptions
 from forebay.cli.processes.engine_options import EngineOptions
-from forebay.cli.processes.http_options import HttpOptions
 from forebay.cli.processes.options import (
     DrainOption,
     KvEventsOption,
@@ -24,12 +33,208 @@ from forebay.cli.processes.options import (
 )
 from forebay.cli.processes.tier_options import TierOptions
 from forebay.cli.processes.up_models import ModelsOptions, WorkerOptions
-from forebay.cli.processes.upstream_options import UpstreamOptions
+from forebay.ingress.body_limits import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
+from forebay.ingress.media.tokens import MediaSettings
+from forebay.processes.names import names
+from forebay.runtime.errors import ConfigError
 from forebay.transport.base import LogSync
 from forebay.workers import PROCESSES_MAX
 
+if TYPE_CHECKING:
+    from forebay.ingress.http.endpoint import Endpoint
+    from forebay.ingress.settings import IngressSettings
+    from forebay.processes.worker import Upstream
+
+UPSTREAMS_MAX = 64  # each has a worker in this process
 DRAIN_S = 7.0  # of `up`: with the time to send errors and close, within the 10 s that `docker stop` allows
 LeaseTtlOption = Annotated[float, Option(min=0.1, help="Seconds without a lease renewal after which a worker is lost.")]
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamOptions:
+    PANEL: ClassVar = "Servers that already run"
+
+    upstream: Annotated[
+        list[str] | None,
+        Option(
+            metavar="URL",
+            help="Server that already runs, as http://host:port, instead of an engine in this process. Repeatable.",
+        ),
+    ] = None
+    upstream_kv_events: Annotated[
+        list[str] | None,
+        Option(
+            metavar="ZMQ",
+            help="KV events of a server as tcp://host:port, or tcp://host:port,tcp://host:port with its replay socket."
+            " One per --upstream, in the same order; - for none. Repeatable.",
+        ),
+    ] = None
+    upstream_api_key_file: Annotated[Path | None, Option(help="File with the API key of the servers.")] = None
+    allow_shared_cache: Annotated[
+        bool,
+        Option(
+            "--allow-shared-cache",
+            help="Send requests with a cache salt also to servers that cannot separate their cache.",
+        ),
+    ] = False
+
+    def upstreams(self) -> "tuple[Upstream, ...]":
+        """Return the servers; empty without --upstream. Raises ConfigError if an option is invalid."""
+        urls, events = self.upstream or [], self.upstream_kv_events or []
+        if not urls:
+            for flag, value in (
+                ("--upstream-kv-events", events),
+                ("--upstream-api-key-file", self.upstream_api_key_file),
+                ("--allow-shared-cache", self.allow_shared_cache),
+            ):
+                if value:
+                    raise ConfigError(f"{flag} requires --upstream URL")
+            return ()
+        # Imported here, because --help does not wait for the client.
+        from forebay.processes.worker import Upstream  # noqa: PLC0415
+
+        if len(urls) > UPSTREAMS_MAX:
+            raise ConfigError(f"--upstream: got {len(urls)} servers, the maximum of one process is {UPSTREAMS_MAX}")
+        if events and len(events) != len(urls):
+            raise ConfigError(
+                f"--upstream-kv-events: got {len(events)} values for {len(urls)} servers; give one per --upstream, and"
+                " - for none"
+            )
+        for url in urls:
+            _require_url(url)
+        return tuple(
+            Upstream(url.rstrip("/"), *_sockets(text))
+            for url, text in zip(urls, events or ["-"] * len(urls), strict=True)
+        )
+
+    def api_key(self) -> str:
+        """Return the API key of the servers; empty if there is none. Raises ConfigError if the file cannot be read."""
+        file = self.upstream_api_key_file
+        if file is None:
+            return ""
+        key = read_text(f"--upstream-api-key-file {file}", file, FILE_BYTES_MAX).strip()
+        if not key or not all("!" <= character <= "~" for character in key):
+            raise ConfigError(f"--upstream-api-key-file {file}: expected one key of visible ASCII characters")
+        return key
+
+
+def _require_url(url: str) -> None:
+    """Raise ConfigError if `url` is not the base address of an HTTP server."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.isprintable()
+    except ValueError:
+        valid = False
+    if valid and parts.username is not None:
+        raise ConfigError("--upstream: the address has a user name or password; use --upstream-api-key-file instead")
+    if not valid or parts.query or parts.fragment or parts.path.strip("/"):
+        hint = "; leave out /v1" if valid and parts.path.strip("/") == "v1" else ""
+        raise ConfigError(f"--upstream {url}: expected http://host:port{hint}")
+
+
+def _sockets(text: str) -> tuple[str, str]:
+    """Return the addresses of KV events and replays, or empty texts. Raises ConfigError if one is invalid."""
+    if text == "-":
+        return "", ""
+    events, comma, replay = text.partition(",")
+    for address in (events, replay) if comma else (events,):
+        if not address.startswith(("tcp://", "ipc://")):
+            raise ConfigError(
+                f"--upstream-kv-events {text}: expected tcp://host:port of the KV events, or that and"
+                " after a comma tcp://host:port of their replay"
+            )
+    return events, replay
+
+
+def _bytes_max(media: str) -> Any:
+    text = f"Maximum bytes of a request body {media} images and videos. Larger bodies get 413."
+    return Option(min=1_024, max=1 << 30, help=text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpOptions:
+    PANEL: ClassVar = "HTTP API"
+
+    api_key: ApiKeysOption = field(default=None, repr=False)
+    api_key_file: ApiKeyFileOption = None
+    allow_anonymous: Annotated[
+        bool, Option("--allow-anonymous", help="Serve other machines without an API key, if there is none.")
+    ] = False
+    ssl_certfile: Annotated[Path | None, Option(help="Serve HTTPS with this certificate, a PEM file.")] = None
+    ssl_keyfile: Annotated[
+        Path | None, Option(help="Private key of the certificate. Default: the key in --ssl-certfile.")
+    ] = None
+    cors_allow_origin: Annotated[
+        list[str] | None,
+        Option(
+            metavar="ORIGIN", help="Origin whose web pages may use the API, as https://app.example, or *. Repeatable."
+        ),
+    ] = None
+    routing_hints: Annotated[
+        bool, Option("--routing-hints", help="Accept worker, priority, session and policy class from clients.")
+    ] = False
+    ignore_unknown_fields: Annotated[
+        bool, Option("--ignore-unknown-fields", help="Ignore unknown fields of request bodies. Default: reject them.")
+    ] = False
+    admin_api: Annotated[
+        bool,
+        Option(
+            "--admin-api", help="Serve the admin API: commands, busy thresholds and disaggregation. Requires a token."
+        ),
+    ] = False
+    admin_token_file: AdminTokenFileOption = None
+    allow_host: Annotated[list[str] | None, Option(help="Additional allowed value of the Host header. Repeatable.")] = (
+        None
+    )
+    tool_call_parser: Annotated[
+        str, Option(help="Tool call parser: auto (by chat template), none, or a parser name.")
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str, Option(help="Reasoning parser: auto (by chat template), none, or a parser name.")
+    ] = "auto"
+    media_allow_host: Annotated[
+        list[str] | None,
+        Option(help="Private host from which images may be fetched, or * for all, in tests. Repeatable."),
+    ] = None
+    body_bytes_max: Annotated[int, _bytes_max("without")] = TEXT_BYTES_MAX
+    media_body_bytes_max: Annotated[int, _bytes_max("with")] = MEDIA_BYTES_MAX
+    timeout_s: Annotated[float, Option(min=0.001, max=86_400, help="Timeout of a request in seconds.")] = 600.0
+
+    def settings(self, **others: Any) -> "IngressSettings":
+        """Return the settings of an ingress, with `others` by field. Raises ConfigError if an option is invalid."""
+        # Imported here, so that other commands do not wait for an HTTP server to load.
+        from forebay.ingress.http.guards import allowed_origins  # noqa: PLC0415
+        from forebay.ingress.settings import IngressSettings  # noqa: PLC0415
+
+        hosts = names("--media-allow-host", self.media_allow_host)
+        return IngressSettings(
+            routing_hints=self.routing_hints,
+            ignore_unknown_fields=self.ignore_unknown_fields,
+            api_keys=api_keys(self.api_key, self.api_key_file),
+            cors_origins=allowed_origins(tuple(self.cors_allow_origin or ())),
+            admin_token=required_token(self.admin_token_file, admin_api=self.admin_api),
+            tool_call_parser=self.tool_call_parser,
+            reasoning_parser=self.reasoning_parser,
+            media=MediaSettings(tuple(one for one in hosts if one != "*"), allow_private="*" in hosts),
+            body_bytes_max=self.body_bytes_max,
+            media_body_bytes_max=self.media_body_bytes_max,
+            timeout_s=self.timeout_s,
+            **others,
+        )
+
+    def endpoint(self, host: str, port: int) -> "Endpoint":
+        """Return the address at which an ingress serves HTTP. Raises ConfigError if the certificate cannot be used."""
+        from forebay.ingress.http.endpoint import Endpoint, TlsFiles  # noqa: PLC0415
+
+        if self.ssl_certfile is None and self.ssl_keyfile is not None:
+            raise ConfigError("--ssl-keyfile requires --ssl-certfile")
+        return Endpoint(
+            host=host,
+            port=port,
+            allow_hosts=tuple(self.allow_host or ()),
+            allow_anonymous=self.allow_anonymous,
+            tls=None if self.ssl_certfile is None else TlsFiles(self.ssl_certfile, self.ssl_keyfile),
+        )
 
 
 @dataclass(frozen=True, slots=True)
