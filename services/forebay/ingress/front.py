@@ -24,12 +24,7 @@ class Front:
     """
 
     def __init__(
-        self,
-        log: Log,
-        settings: IngressSettings,
-        metrics: IngressMetrics,
-        reply_from: int,
-        model: Model | None = None,
+        self, log: Log, settings: IngressSettings, metrics: IngressMetrics, reply_from: int, model: Model | None = None
     ) -> None:
         self.log = log
         self.settings = settings

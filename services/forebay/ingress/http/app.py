@@ -24,13 +24,7 @@ from forebay.ingress.http.guards import ApiKeyGuard, Cors, OriginGuard
 from forebay.ingress.http.openapi import RUNS, body_of, describe, errors, streamed, text
 from forebay.ingress.http.pages import add_pages
 from forebay.ingress.http.queries import BODIES as TOKENIZATION_BODIES
-from forebay.ingress.http.queries import (
-    StatusOf,
-    add_explain,
-    add_route_query,
-    add_status,
-    add_tokenization,
-)
+from forebay.ingress.http.queries import StatusOf, add_explain, add_route_query, add_status, add_tokenization
 from forebay.ingress.http.requests import RunRoutes, error_response
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.requests import CHAT_PATH, EMBEDDING_PATH, TEXT_PATH, AnyBody, ChatBody, TextBody

@@ -173,10 +173,7 @@ class OneResponse(Response):
         return interruption(reason)
 
     def _start(self, content_type: bytes, length: int | None = None) -> dict[str, object]:
-        headers = [
-            (b"content-type", content_type),
-            (b"x-request-id", self._fold.client_id.encode()),
-        ]
+        headers = [(b"content-type", content_type), (b"x-request-id", self._fold.client_id.encode())]
         if self._stream.worker_id:
             headers.append((b"x-forebay-worker", self._stream.worker_id.encode()))
         headers += STREAM_HEADERS if length is None else [(b"content-length", str(length).encode())]
