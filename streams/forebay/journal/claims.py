@@ -9,14 +9,7 @@ from typing import NamedTuple
 
 from forebay.events.decisions import OwnerClaimed, Sealed
 from forebay.events.topics import DECISIONS
-from forebay.journal.records import (
-    OwnedState,
-    RecordStamp,
-    Validity,
-    decode_journal,
-    journal_records,
-    stamp_of,
-)
+from forebay.journal.records import OwnedState, RecordStamp, Validity, decode_journal, journal_records, stamp_of
 from forebay.journal.snapshots import claim_at
 from forebay.transport.base import Log, Record
 

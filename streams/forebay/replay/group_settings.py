@@ -13,11 +13,7 @@ import msgspec
 
 from forebay.core.state.pool_settings import PoolSettings
 from forebay.events.codec import DecodeError, encode
-from forebay.events.control import (
-    PoolConfigured,
-    PoolSetting,
-    WorkerCommanded,
-)
+from forebay.events.control import PoolConfigured, PoolSetting, WorkerCommanded
 from forebay.events.groups import GroupPlaced
 from forebay.events.topics import CONTROL, GROUPS
 from forebay.journal.groups import groups_of, oldest_world_state

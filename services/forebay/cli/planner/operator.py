@@ -9,14 +9,7 @@ from forebay.cli.common.operator_name import operator_name
 from forebay.cli.common.terminal import printable
 from forebay.cli.planner.command import AUTO, SIZE_MAX, PlannerSetCommand
 from forebay.core.scaling.state import PoolKey
-from forebay.planner.orders import (
-    Order,
-    OrderReport,
-    execute_order,
-    pause_order,
-    scaling_on_kafka,
-    size_order,
-)
+from forebay.planner.orders import Order, OrderReport, execute_order, pause_order, scaling_on_kafka, size_order
 from forebay.processes.notices import complain
 
 NO_EFFECT = 1

@@ -30,13 +30,7 @@ from forebay.events.decisions import (
 from forebay.events.fleet import WorkerJoined
 from forebay.events.progress import RequestFailed, RequestFinished
 from forebay.journal.reader import JournalReader
-from forebay.replay.diff.counterfactual_world import (
-    DISAGG,
-    CounterfactualWorld,
-    Named,
-    PlacementHits,
-    names_nothing,
-)
+from forebay.replay.diff.counterfactual_world import DISAGG, CounterfactualWorld, Named, PlacementHits, names_nothing
 from forebay.replay.diff.report import DecisionOutcome, DiffReport, Fork, MovedRequest, ProgressOutcome, notes
 from forebay.replay.diff.tally import PairTally, Series, WorldTally, blocks_of, ranks
 

@@ -20,15 +20,7 @@ from forebay.cli.common.tables import bar
 from forebay.cli.common.terminal import printable
 from forebay.cli.simulate.report.charts import attainment, loads, over_time
 from forebay.cli.simulate.report.measures import Measured, limits, measured
-from forebay.cli.simulate.report.words import (
-    duration,
-    findings,
-    headline,
-    metric_rows,
-    notes,
-    settings_shown,
-    slo_text,
-)
+from forebay.cli.simulate.report.words import duration, findings, headline, metric_rows, notes, settings_shown, slo_text
 from forebay.simulate.slo import Slo
 
 RUNS_MAX = 12  # runs on one page; charts with more lines are unreadable
