@@ -19,7 +19,7 @@ from forebay.events.snapshots import IndexCursor, SnapshotChunk
 from forebay.events.tokens import TokenChunk, TokensEmitted
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, INPUTS, REQUESTS, SNAPSHOTS, TOKENS
 from forebay.journal.groups import groups_of
-from forebay.journal.records import Validity, journal
+from forebay.journal.records import Validity, journal, last_append_us
 from forebay.journal.snapshots import load_snapshot, newest_snapshot
 from forebay.journal.start import oldest_state
 from forebay.live.owner.owner import GroupSettings, Owner
@@ -82,8 +82,10 @@ async def owned(path: Path) -> AsyncIterator[tuple[SqliteLog, Owner]]:
     log, standby = await opened_one(path)
     assert standby is not None
     group = GroupSettings(group="bench", partition=0, owner_id="next")
-    owner = Owner(log, embedded_leases(), group, clock_us=lambda: 0)
+    owner, seen_us = Owner(log, embedded_leases(), group, clock_us=lambda: 0), await last_append_us(log, 0)
     await owner.start(standby)
+    (claim,) = log.records(DECISIONS.name, 0, owner.journal.epoch, 1)
+    assert 0 < seen_us <= decode(DECISIONS, claim.value).previous_seen_us
     assert owner.world is standby.world, "the state is not recovered twice"
     yield log, owner
     owner.drop()

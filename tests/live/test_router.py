@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from forebay import runtime
 from forebay.core.world import CORE_VERSION
 from forebay.events.codec import decode, encode
-from forebay.events.decisions import OwnerClaimed
+from forebay.events.decisions import OwnerClaimed, Sealed
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import DECISIONS, HEARTBEATS
 from forebay.live.owner.owner import Owner
@@ -103,6 +103,8 @@ async def test_a_group_moves_with_its_assignment_and_the_next_owner_starts_warm(
         await until(lambda: 0 in b.owners and 0 not in a.owners)
         await system.serve("second", PREFIX)
         assert (await proven(log)).claims == 2
+        (sealed,), (_, claim) = system.decisions(Sealed), system.decisions(OwnerClaimed)
+        assert 0 < sealed.at_us <= claim.previous_seen_us <= claim.at_us
 
 
 async def test_a_standby_without_an_assignment_takes_over_from_a_silent_owner(log: SqliteLog) -> None:
@@ -116,6 +118,11 @@ async def test_a_standby_without_an_assignment_takes_over_from_a_silent_owner(lo
         await until(lambda: heartbeats(log, "owner") and heartbeats(log, "standby"))
         paused.running.clear()
         await until(lambda: 0 in standby.owners)
+        claim, seen_us = (
+            system.decisions(OwnerClaimed)[-1],
+            [one.at_us for one in heartbeats(log) if one.router_id == "a"],
+        )
+        assert seen_us[-1] <= claim.previous_seen_us <= claim.at_us
         await system.serve("meanwhile", PREFIX)
         paused.running.set()
         await until(lambda: 0 not in silent.owners)

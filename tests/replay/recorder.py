@@ -8,12 +8,12 @@ import msgspec
 
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.selection.counterfactual import Alternative
-from forebay.core.step import InputEvent, advance
+from forebay.core.step import InputEvent, advance, claim
 from forebay.core.world import CORE_VERSION
 from forebay.events.codec import encode
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import JournalRecord, OwnerClaimed, SnapshotTaken
-from forebay.events.progress import PrefillFinished
+from forebay.events.progress import FirstTokenEmitted, PrefillFinished, RequestFinished
 from forebay.events.snapshots import SnapshotChunk
 from forebay.events.topics import DECISIONS, SNAPSHOTS, topic_named
 from forebay.events.transfer import Prefilled
@@ -22,7 +22,7 @@ from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Ending, Explanation, FirstTokenTiming, Submission
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
-from tests.core.worlds import Driver, prefilled_by
+from tests.core.worlds import PROMPTS, Driver, prefilled_by
 
 
 class Recorder(Driver):
@@ -65,6 +65,12 @@ class Recorder(Driver):
     def progress(self, name: str, kind: type[Any], after_us: int = 10, **fields: Any) -> list[Any]:
         """Apply a progress event from the worker of an active request."""
         return self("progress", self.of(name, kind, **fields), after_us)
+
+    def take_over(self, owner_id: str, **fields: Any) -> None:
+        """Let another router claim the group."""
+        claimed = OwnerClaimed(owner_id=owner_id, core_version=CORE_VERSION, events_version=EVENTS_VERSION, **fields)
+        self.journal.append(claimed)
+        claim(self.world, len(self.journal) - 1, (), EVENTS_VERSION)
 
     def seal(self) -> None:
         """Journal the events applied since the last decision."""
@@ -118,6 +124,26 @@ def fleet(*names: str, custom: CustomPolicies = ONLY_BUILT_IN, **router: Any) ->
     made = Recorder(custom)
     made.fleet(*(names or ("a", "b", "c")), **router)
     return made
+
+
+def outage(seal: int = -1) -> tuple[Recorder, int]:
+    """Return a log in which an owner dies, and the time at which the next one claims, after two seconds.
+
+    At the death, `r` has a first token, and `done` has ended. The next owner reads that, and then `late`, which was
+    submitted meanwhile.
+    """
+    made = fleet("a", "b")
+    for name in ("r", "done"):
+        made.ask(name, PROMPTS[0][:2], timeout_us=60_000_000)
+    begin_us = made.world.now_us
+    claimed_us = begin_us + 3_000_000
+    made.take_over("second", at_us=claimed_us, previous_seen_us=begin_us + 1_000_000, seal=seal)
+    made.progress("r", FirstTokenEmitted, 3_000_500, at_us=begin_us + 50_000)
+    made.progress("done", RequestFinished, finish_reason="stop", at_us=begin_us + 900_000)
+    made.ask("late", PROMPTS[0][:2], at_us=begin_us + 2_000_000)
+    made.progress("r", RequestFinished, finish_reason="stop", at_us=claimed_us + 1_000)
+    made.seal()
+    return made, claimed_us
 
 
 def disaggregated(*prefillers: str, **router: Any) -> Recorder:

@@ -196,7 +196,9 @@ async def test_a_time_selects_the_last_record_written_by_then(
     monkeypatch.setattr("forebay.replay.at.PAGE_RECORDS", page_records)
     clocks: list[int] = []
     for record in journal(log):
-        clocks.append(record.consumed[-1].now_us if record.consumed else (clocks[-1] if clocks else 0))
+        last = clocks[-1] if clocks else 0
+        claimed = last and record.at_us if isinstance(record, OwnerClaimed) else 0
+        clocks.append(record.consumed[-1].now_us if record.consumed else max(last, claimed))
     times = sorted({clock + off for clock in clocks for off in (0, 1) if clock and clock + off <= clocks[-1]})
     for time_us in sampled(times, 100):
         assert await offset_at(log, 0, time_us) == max(at for at, clock in enumerate(clocks) if clock <= time_us)

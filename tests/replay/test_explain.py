@@ -10,16 +10,13 @@ import pytest
 from hypothesis import given
 
 from forebay.core import dispatch
-from forebay.core.step import claim
-from forebay.core.world import CORE_VERSION
 from forebay.events.codec import decode, encode
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueClass, QueueConfig, RouterConfig
-from forebay.events.decisions import OwnerClaimed, RequestAborted, RequestRouted, RouteAnswered
+from forebay.events.decisions import RequestAborted, RequestRouted, RouteAnswered
 from forebay.events.fleet import OwnershipAnnounced, WorkerDraining, WorkerLost, WorkerSuspect
 from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
 from forebay.events.requests import RequestCancelled, RouterOverride, RoutingHints
 from forebay.events.topics import DECISIONS, KV_EVENTS
-from forebay.events.versions import EVENTS_VERSION
 from forebay.journal.groups import groups_of
 from forebay.journal.records import decode_journal, journal_records
 from forebay.replay.explain.explain import explain
@@ -31,7 +28,7 @@ from tests.core.worlds import PROMPTS, histories, joined, perform, pool, query, 
 from tests.depth import examples
 from tests.logs import recordings
 from tests.logs.own_policy import CUSTOM
-from tests.replay.recorder import Recorder, ending_of, first_token_of, fleet, submission_of, words
+from tests.replay.recorder import Recorder, ending_of, first_token_of, fleet, outage, submission_of, words
 
 SHORT, LONG = PROMPTS[0][:2], PROMPTS[1]
 DAY_US = 86_400_000_000
@@ -540,9 +537,7 @@ async def test_a_divergence_between_two_attempts_ends_the_explanation() -> None:
 async def test_takeover_makes_events_of_the_previous_owner_stale() -> None:
     made = fleet("a", "b")
     made.ask("r", SHORT)
-    epoch = len(made.journal)
-    made.journal.append(OwnerClaimed(owner_id="second", core_version=CORE_VERSION, events_version=EVENTS_VERSION))
-    claim(made.world, epoch, (), EVENTS_VERSION)
+    made.take_over("second")
     made.journal.append(msgspec.structs.replace(made.journal[1], seq=1, consumed=(), attempt=1))
     made.progress("r", RequestFinished, finish_reason="stop")
     made.seal()
@@ -551,6 +546,23 @@ async def test_takeover_makes_events_of_the_previous_owner_stale() -> None:
         assert words(found) == ["submitted", "routed", "owner_claimed", "finished"]
         assert found.timeline[2].text == "router second takes over the group"
         assert found.earlier_uses == uses
+
+
+@pytest.mark.parametrize(("seal", "kind"), [(-1, "an outage"), (3, "a planned hand-over")])
+async def test_an_outage_has_a_length_and_late_events_say_when_they_were_written(seal: int, kind: str) -> None:
+    made, claimed_us = outage(seal)
+    found = await made.explain("r")
+    assert words(found) == ["submitted", "routed", "outage", "owner_claimed", "first_token", "finished"]
+    _, routed, gap, claimed, first, finished = found.timeline
+    assert gap.text == f"no router owns the group: {kind} of 2.000 s, which delayed 2 requests"
+    assert (gap.now_us, gap.outage_us, gap.delayed) == (claimed_us - 2_000_000, 2_000_000, 2)
+    assert claimed.now_us == claimed_us
+    assert first.text.endswith("; written at +0.050 s, before the takeover")
+    assert (first.written_us, finished.written_us, routed.written_us) == (claimed_us - 2_950_000, None, None)
+    found = await made.explain("late")
+    assert words(found) == ["outage", "owner_claimed", "submitted", "routed"]
+    assert [one.after_us for one in found.timeline[:3]] == [-2_000_520, -520, 0]
+    assert "; written at -1.001 s, before the takeover" in found.timeline[2].text
 
 
 class Headless(SqliteLog):

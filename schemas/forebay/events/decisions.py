@@ -71,6 +71,8 @@ class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
             for the empty state. The records in between are not part of the owner's history. Otherwise -1.
         events_version: version of the event types that the owner can read. Events of later types have no effect.
         release: version of the owner's forebay package; empty if unknown. Messages name it next to `core_version`.
+        previous_seen_us: newest wall time at which the previous owner is known to have run, from its journal and its
+            heartbeats, and on an embedded log from any input event; 0 if unknown. An outage begins at this time.
     """
 
     owner_id: Annotated[Name, OWNER]
@@ -82,6 +84,7 @@ class OwnerClaimed(Decision, tag="owner.claimed", frozen=True, kw_only=True):
     events_version: Count = 1
     release: Annotated[str, KEPT] = ""
     previous_nonce: Annotated[str, KEPT] = ""
+    previous_seen_us: int = 0
 
 
 class CostTerms(Part, frozen=True, kw_only=True):
@@ -485,6 +488,7 @@ class Sealed(_Snapshot, tag="sealed", frozen=True, kw_only=True):
     """
 
     checksum: Annotated[Checksum, CHUNKS]
+    at_us: int = 0
 
 
 SnapshotRecord = SnapshotTaken | Sealed

@@ -139,6 +139,7 @@ class JournalReader:
         derived: journal offset of the first record that is not part of the state: `position` while the reader derives.
         at_us: append time of the newest derived record; 0 before the first one.
         claim: the newest valid claim that was read; None if there is none.
+        sealed_us: `at_us` of the newest valid `Sealed` that was read; 0 if there is none.
         left: error of the first record that was skipped because of its rules; None once records are derived again.
         validity: counts stale and foreign records.
         order: position in the input topics, and counts of events that did not decode.
@@ -152,6 +153,7 @@ class JournalReader:
         self.end = end
         self.at_us = 0
         self.claim: OwnerClaimed | None = None
+        self.sealed_us = 0
         self.encoded = b""
         self.on_restored: Callable[[int], Awaitable[None]] = _ignore
         self.on_skipped: Callable[[], Awaitable[None]] = _ignore
@@ -235,6 +237,8 @@ class JournalReader:
             return None
         if isinstance(record, OwnerClaimed):
             self.claim = record
+        elif isinstance(record, Sealed):
+            self.sealed_us = record.at_us
         kind = self._kind(offset, record)
         action, state = _TRANSITIONS[self.state, kind]
         if action is _Action.SKIP:

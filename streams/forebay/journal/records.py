@@ -436,3 +436,13 @@ async def events_of(log: Log, topic: Topic, partition: int) -> AsyncIterator[tup
     async for record in records_of(log, topic, partition, start, end):
         if (event := decode_or_none(topic, record.value)) is not None:
             yield record.offset, event
+
+
+async def last_append_us(log: Log, partition: int) -> int:
+    """Return when the last input event was appended, in microseconds since 1970; 0 if there is none."""
+    latest_us = 0
+    for topic in INPUTS:
+        end = await log.end(topic.name, partition)
+        if end > await log.begin(topic.name, partition):
+            latest_us = max([latest_us, *(one.at_us for one in await log.read(topic.name, partition, end - 1, 1))])
+    return latest_us

@@ -27,14 +27,7 @@ from forebay.events.decisions import (
 )
 from forebay.events.topics import DECISIONS, SNAPSHOTS
 from forebay.journal.reader import JournalReader, Kind, Past, Reading
-from forebay.journal.records import (
-    JournalBroken,
-    OtherRules,
-    RecordedOrder,
-    Validity,
-    decode_journal,
-    journal_records,
-)
+from forebay.journal.records import JournalBroken, OtherRules, RecordedOrder, Validity, decode_journal, journal_records
 from forebay.journal.snapshots import (
     BEGINNING,
     claim_at,
@@ -157,6 +150,7 @@ class Standby(JournalReader):
         snapshot: Offset of the record of the snapshot from which an owner must continue, because it gives up later
             records. -1 if it continues from this replica. Set by `prepare_claim`.
         failed: Why the replica can no longer follow the journal.
+        owner_seen_us: Newest wall time at which the owner ran, as far as others than its journal show it.
         caught_up: Set once `run` has followed the journal up to its end at the start of `run`.
     """
 
@@ -181,6 +175,7 @@ class Standby(JournalReader):
         self._has_begun = False
         self.snapshot = -1
         self.failed: str | None = None
+        self.owner_seen_us = 0
         self.caught_up = asyncio.Event()
         self._unconfirmed: deque[Unconfirmed] = deque(maxlen=UNCONFIRMED_MAX)
         self._bulk: deque[Bulk] = deque(maxlen=ACTIVE_REQUESTS_MAX)

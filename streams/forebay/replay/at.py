@@ -24,7 +24,7 @@ from forebay.core.state.fleet import FleetWorker
 from forebay.core.step import CLOCK, AnyDecision, InputEvent, open_run, step
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.base import hex_digest
-from forebay.events.decisions import JournalRecord
+from forebay.events.decisions import JournalRecord, OwnerClaimed
 from forebay.events.fleet import OwnershipAnnounced, WorkerLost
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, FLEET, INPUTS, REQUESTS, Topic
@@ -39,6 +39,7 @@ from forebay.journal.records import (
     events_of,
     journal,
     journal_records,
+    last_append_us,
 )
 from forebay.journal.snapshots import OwnerState, claim_at, newest_snapshot
 from forebay.journal.start import Start, StoredState, begins_of, oldest_state, usable_state
@@ -246,7 +247,8 @@ async def offset_at(log: Log, partition: int, time_us: int, states: States | Non
                 )
             return found
         newest = offset
-        if clock_us:
+        is_later = isinstance(record, OwnerClaimed) and record.at_us > time_us
+        if clock_us and not is_later:
             found = offset
     return newest if found < 0 else found  # an owner that has applied no event yet has no clock
 
@@ -361,12 +363,7 @@ async def seek_record(
 
 async def last_time(log: Log, partition: int) -> int:
     """Return when the last event was applied or appended, in microseconds since 1970; 0 if there is none."""
-    latest_us = await last_clock(log, partition)
-    for topic in INPUTS:
-        end = await log.end(topic.name, partition)
-        if end > await log.begin(topic.name, partition):
-            latest_us = max([latest_us, *(one.at_us for one in await log.read(topic.name, partition, end - 1, 1))])
-    return latest_us
+    return max(await last_clock(log, partition), await last_append_us(log, partition))
 
 
 async def _next_record(log: Log, partition: int, position: Position) -> tuple[int, JournalRecord, Validity] | None:

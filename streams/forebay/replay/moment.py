@@ -14,7 +14,7 @@ from forebay.core.state.holder_bits import HolderKey
 from forebay.core.state.prefix_index import TIERS
 from forebay.core.world import World
 from forebay.events.control import BusyThresholds, DisaggConfig, QueuePolicy, RouterConfig
-from forebay.events.fleet import WorkerLost
+from forebay.events.fleet import WorkerLost, WorkerSpec
 from forebay.events.metrics import TierCosts
 from forebay.events.snapshots import IndexCursor
 
@@ -228,18 +228,11 @@ def pools_of(world: World) -> list[PoolFacts]:
 def workers_of(world: World) -> list[WorkerFacts]:
     return [
         WorkerFacts(
-            worker_id=worker.spec.worker_id,
             worker_epoch=worker.worker_epoch,
             phase=worker.phase.value,
-            pool=worker.spec.pool,
-            role=worker.spec.role,
             slot=worker.slot,
             ranks=list(worker.spec.ranks),
-            engine=worker.spec.engine,
-            kv_events=worker.spec.kv_events,
-            taints=worker.spec.taints,
-            loras=worker.spec.loras,
-            kv_store=worker.spec.kv_store,
+            **{name: getattr(worker.spec, name) for name in _SHOWN_SPEC},
         )
         for worker in world.fleet.workers()
     ]
@@ -248,6 +241,9 @@ def workers_of(world: World) -> list[WorkerFacts]:
 def ranks_of(world: World) -> list[RankFacts]:
     """Return the facts of every rank, ordered by worker and rank."""
     return [_rank(world, cursor) for cursor in world.index.cursors()]
+
+
+_SHOWN_SPEC = tuple(name for name in WorkerFacts.__struct_fields__ if name in WorkerSpec.__struct_fields__)
 
 
 def loss_of(world: World, event: WorkerLost, worker: FleetWorker) -> LossFacts:

@@ -35,11 +35,12 @@ Missing = Literal["worker", "prefill worker"]
 
 
 class OwnerStatus(Fact, frozen=True, kw_only=True):
-    """The owner of a group, and the routers that stand by."""
+    """The owner of a group, the time without an owner before its claim, and the routers that stand by."""
 
     owner_id: str
     epoch: int
     since_us: int | None
+    outage_us: int | None = None
     alive: bool | None
     heartbeat_age_s: float | None
     standbys: list[str] | None
@@ -195,6 +196,7 @@ async def build_status(
             owner_id="" if claim is None else claim.owner_id,
             epoch=epoch,
             since_us=None if claim is None else claim.at_us,
+            outage_us=max(0, claim.at_us - claim.previous_seen_us) if claim and claim.previous_seen_us else None,
             alive=None,
             heartbeat_age_s=None,
             standbys=None,

@@ -6,8 +6,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from forebay.core.step import claim
-from forebay.core.world import CORE_VERSION
 from forebay.events.codec import encode
 from forebay.events.control import (
     BusyThresholds,
@@ -18,7 +16,6 @@ from forebay.events.control import (
     PolicySet,
     WorkerCommanded,
 )
-from forebay.events.decisions import OwnerClaimed
 from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerRecovered, WorkerSuspect
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRouting, PoolRoutingConfigured
 from forebay.events.progress import RequestFailed
@@ -33,7 +30,7 @@ from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, decode_pool, joined, pool, pool_of, request
 from tests.replay.catalog.scene import RECORDINGS, fill, new_tables
-from tests.replay.recorder import Recorder, fleet
+from tests.replay.recorder import Recorder, fleet, outage
 
 SHORT = PROMPTS[0][:2]
 FOREVER = 1 << 62
@@ -81,13 +78,22 @@ async def test_takeovers_name_both_routers() -> None:
     made = fleet("a")
     made.seal()
     for owner_id in ("test", "other"):
-        made.journal.append(OwnerClaimed(owner_id=owner_id, core_version=CORE_VERSION, at_us=9_000))
-        claim(made.world, len(made.journal) - 1)
+        made.take_over(owner_id, at_us=9_000)
     assert await texts_of(made, "takeover") == [
         "Router test became the owner.",
-        "Router test claimed the group again.",
+        "Router test claimed the group again after an outage of 0.009 s, which delayed no request.",
         "Router other took over from test.",
     ]
+
+
+@pytest.mark.parametrize("every", [1, 100])
+async def test_a_takeover_is_marked_at_its_claim_with_the_outage_before_it(every: int) -> None:
+    made, claimed_us = outage()
+    found = await markers_of(made, reopen_every=every, write_every=every)
+    first, takeover = [one for one in found if one.kind == "takeover"]
+    assert (takeover.at_us, takeover.outage_us, first.outage_us) == (claimed_us, 2_000_000, 0)
+    text = "Router second took over from test after an outage of 2.000 s, which delayed 2 requests."
+    assert takeover.text == text
 
 
 async def test_changed_settings_are_named() -> None:

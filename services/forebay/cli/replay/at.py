@@ -210,6 +210,8 @@ def requests_table(moment: Moment) -> RenderableType:
 def summary(record: JournalRecord) -> str:
     tag = str(type(record).__struct_config__.tag)
     text = _routed(record) if isinstance(record, RequestRouted) else " ".join(_fields(record))
+    if at_us := getattr(record, "at_us", 0):
+        tag += f" at {utc(at_us)}"
     line = printable(f"{tag} {text}")
     return line if len(line) <= SUMMARY_CHARS_MAX else f"{line[:SUMMARY_CHARS_MAX].rpartition(' ')[0]} …"
 

@@ -128,7 +128,7 @@ def _others(others: Sequence[str]) -> str:
 def _outcome(explanation: Explanation) -> str:
     ending = explanation.ending
     if ending is None:
-        return "unknown" if explanation.state == "unknown" else explanation.state
+        return explanation.state
     reason = f" ({ending.reason})" if ending.reason else ""
     tokens = "" if ending.output_tokens is None else f", {ending.output_tokens:,} output tokens"
     length = "" if not ending.duration_us else f" after {_seconds(ending.duration_us)}"
@@ -159,27 +159,23 @@ def _foot(explanation: Explanation) -> Iterator[str]:
         yield "later events cannot be explained; `forebay verify` shows the divergence in detail"
         return
     first = explanation.first_token
-    if first is not None and first.ttft_us is not None:
-        wall = (
-            ""
-            if first.wall_ttft_us is None
-            else f" ({_seconds(first.wall_ttft_us)} on the clocks of ingress and worker)"
-        )
-        yield f"time to first token {_seconds(first.ttft_us)} on the owner's clock{wall}"
-    elif first is not None and first.wall_ttft_us is not None:
-        yield f"time to first token {_seconds(first.wall_ttft_us)} on the clocks of ingress and worker"
-    parts = {} if first is None or first.parts_us is None else first.parts_us
-    if len(parts) > 1:
-        yield "of this: " + ", ".join(f"{PARTS[part]} {span(us)}" for part, us in parts.items())
-    if first is not None and first.loads_us:
-        yield "prompt tokens: " + ", ".join(f"{tokens:,} {SOURCES[source]}" for source, tokens in first.sources.items())
+    if first is not None:
+        clocks = (first.ttft_us, "the owner's clock"), (first.wall_ttft_us, "the clocks of ingress and worker")
+        times = [f"{_seconds(us)} on {clock}" for us, clock in clocks if us is not None]
+        if times:
+            yield f"time to first token {times[0]}" + "".join(f" ({other})" for other in times[1:])
+        if len(parts := first.parts_us or {}) > 1:
+            yield "of this: " + ", ".join(f"{PARTS[part]} {span(us)}" for part, us in parts.items())
+        if first.loads_us:
+            tokens = (f"{count:,} {SOURCES[source]}" for source, count in first.sources.items())
+            yield f"prompt tokens: {', '.join(tokens)}"
     if explanation.derived_from < explanation.derived_to:
         offsets = f"{explanation.derived_from} to {explanation.derived_to - 1}"
         yield f"verified: journal offsets {offsets} derived again, every record equal"
 
 
 def _show_moment(console: Console, explanation: Explanation, moment: TimelineEntry) -> None:
-    when = "" if moment.after_us is None else f"+{moment.after_us / 1e6:.3f} s"
+    when = "" if moment.after_us is None else f"{moment.after_us / 1e6:+.3f} s"
     text = moment.text
     if moment.now_us is None and explanation.state != "submitted":
         text += " (on the log, not in the journal yet)"

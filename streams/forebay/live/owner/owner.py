@@ -162,6 +162,7 @@ class Owner:
         settings = self._settings
         end = await self._log.end(DECISIONS.name, settings.partition)
         recovered = await recover(self._log, settings.partition, end, settings.policies, standby)
+        seen_us = max(recovered.world.now_us, recovered.sealed_us, 0 if standby is None else standby.owner_seen_us)
         claim = OwnerClaimed(
             owner_id=settings.owner_id,
             core_version=CORE_VERSION,
@@ -173,6 +174,7 @@ class Owner:
             release=own_release(),
             owner_nonce=runtime.random_bytes(NONCE_BYTES).hex(),
             previous_nonce=recovered.validity.nonce or "",
+            previous_seen_us=0 if recovered.validity.epoch < 0 else seen_us,
         )
         await self.journal.claim(claim)
         epoch = self.journal.epoch

@@ -99,7 +99,7 @@ class Snapshots:
         assert self._current is not None
         await self._current.finish()
         current, self._current = self._current, None
-        return Sealed(**current.fields(world))
+        return Sealed(**current.fields(world), at_us=runtime.wall_us())
 
     def begin(self, world: World) -> None:
         """Begin a snapshot now, unless one is in progress."""

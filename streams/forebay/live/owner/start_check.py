@@ -21,7 +21,7 @@ from forebay.events.codec import encode
 from forebay.events.groups import GroupPlaced
 from forebay.events.topics import CONTROL, DECISIONS, GROUPS, INPUTS, TOKENS
 from forebay.journal.groups import groups_of
-from forebay.journal.records import OtherRules
+from forebay.journal.records import OtherRules, last_append_us
 from forebay.live.owner.submissions import SubmissionReader
 from forebay.live.standby import RecoveryDiverged, Standby
 from forebay.transport.base import PAGE_RECORDS, Draft, LogError, LogSync, PolicyNotAllowed
@@ -144,6 +144,7 @@ async def check_trusted(log: SqliteLog, partition: int, custom: CustomPolicies =
     standby = Standby(log, partition, custom=custom, waits_for_seal=True)
     await standby.catch_up(await log.end(DECISIONS.name, partition))
     await standby.prepare_claim()
+    standby.owner_seen_us = await last_append_us(log, partition)  # by the process of the previous owner
     view = standby.world.view
     for topic in INPUTS:
         end, applied = await log.end(topic.name, partition), view.get(topic.name, 0)

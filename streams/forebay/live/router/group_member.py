@@ -160,7 +160,9 @@ class GroupMember:
 
     async def _own(self, standby: Standby, following: "asyncio.Task[None]") -> None:
         """Own the group until another router claims it, or this router hands it over or stops. Raises LogError."""
-        owner = self._new_owner()
+        owner, beat = self._new_owner(), self._heartbeats.owner
+        if beat is not None and beat.owner_epoch == standby.world.owner_epoch:
+            standby.owner_seen_us = beat.at_us
         self._was_reassigned = False
         try:
             await owner.start(standby)

@@ -122,8 +122,8 @@ class ContentsObserver(CatalogObserver):
     def on_record(self, offset: int, record: JournalRecord, world: World) -> None:
         self._now_us = now_us = world.now_us
         self.clear_unrecorded()
-        if record.consumed and self._markers.has_claim:
-            self._markers.settle_claim(record.consumed[0].now_us)
+        if record.consumed and self._markers.takeover is not None:
+            self._markers.takeover.settle(record.consumed[0].now_us)
         match record:
             case RequestRouted() | RequestHeld() | RequestRejected() | RequestAborted():
                 self._decide(offset, record, now_us, world)
@@ -132,7 +132,7 @@ class ContentsObserver(CatalogObserver):
                     request.journal_offset = offset
                     self._changed[request.number] = request
             case OwnerClaimed():
-                self._markers.add_claim(offset, record, now_us, world)
+                self._markers.add_claim(offset, record, world)
 
     def clear_unrecorded(self) -> None:
         if self._unrecorded:
@@ -177,6 +177,7 @@ class ContentsObserver(CatalogObserver):
             number = world.view[REQUESTS.name] - 1
             self._submitted = CatalogRequest.of_submission(number, event, now_us)
             self._metrics.count_submission(now_us)
+            self._count_delayed(event)
 
     def _decide(
         self,
@@ -217,7 +218,12 @@ class ContentsObserver(CatalogObserver):
         if is_first:
             self._metrics.count_first_token(request, event.worker_id, now_us)
         elif request.ended_us is not None:
+            self._count_delayed(event)
             self._end(request, PROGRESS.name, offset, now_us)
+
+    def _count_delayed(self, event: RequestSubmitted | RequestProgress) -> None:
+        if (takeover := self._markers.takeover) is not None:
+            takeover.count(event)
 
     def _fail_transfer(
         self, event: TransferFailed, now_us: int, decisions: Sequence[AnyDecision], world: World

@@ -76,12 +76,15 @@ class RequestPage(Fact, frozen=True, kw_only=True):
 
 
 class Marker(Fact, frozen=True, kw_only=True):
+    """An event of interest. `outage_us` is the time before a takeover in which no router owned the group."""
+
     at_us: int
     kind: MarkerKind
     text: str
     topic: str
     offset: int
     count: int = 1
+    outage_us: int = 0
 
 
 class MetricSeries(Fact, frozen=True, kw_only=True):

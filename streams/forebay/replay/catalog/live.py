@@ -87,7 +87,7 @@ class LivePublisher:
         self, log: Log, partition: int, group: str, follower: Follower, custom: CustomPolicies = ONLY_BUILT_IN
     ) -> None:
         self.state: CatalogState | None = None
-        self.complete: Callable[[GroupStatus], GroupStatus] = _unchanged
+        self.complete: Callable[[GroupStatus], GroupStatus] = lambda status: status
         self._log = log
         self._partition = partition
         self._group = group
@@ -177,10 +177,6 @@ class LivePublisher:
             if await self._log.end(topic.name, self._partition) > world.view.get(topic.name, 0):
                 return True
         return False
-
-
-def _unchanged(status: GroupStatus) -> GroupStatus:
-    return status
 
 
 def write_live(connection: sqlite3.Connection, state: CatalogState, status: bytes) -> None:

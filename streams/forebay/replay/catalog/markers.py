@@ -35,6 +35,7 @@ from forebay.replay.catalog.request_steps import CatalogRequest
 from forebay.replay.catalog.store import Store
 from forebay.replay.moment import flat
 from forebay.replay.scaling.reader import PARTITION, has_scaling, pool_text
+from forebay.replay.takeover import Takeover
 from forebay.transport.base import Log, records_of
 
 KINDS: tuple[MarkerKind, ...] = get_args(MarkerKind)
@@ -67,8 +68,7 @@ MERGED: dict[MarkerKind, str] = {
     "rejections": "requests rejected",
     "failures": "requests failed",
 }
-# `reasons` has the counts by reason of the markers that count requests. For a takeover it has the owner, and whether
-# the time of the marker is final.
+# `reasons` has the counts by reason of the markers that count requests. For a takeover it has the `Takeover`.
 SCHEMA = """
 CREATE TABLE markers (
     kind TEXT, at_us INTEGER, topic TEXT, offset INTEGER, count INTEGER, text TEXT, reasons TEXT,
@@ -76,7 +76,7 @@ CREATE TABLE markers (
 ) WITHOUT ROWID;
 """
 
-MarkerRow = tuple[str, int, str, int, int, str, str]
+MarkerRow = tuple[MarkerKind, int, str, int, int, str, str]
 
 PoolsInEffect = dict[str, PoolConfigured]
 
@@ -192,9 +192,8 @@ class SecondTally:
 class MarkerRecorder:
     def __init__(self) -> None:
         self._rows: list[MarkerRow] = []
-        self._owner_id = ""
-        self._claim: MarkerRow | None = None
-        self._moved: list[tuple[int, str, int]] = []  # keys of markers of claims that have got another time
+        self.takeover: Takeover | None = None  # the newest one; `write` writes its state
+        self._moved: list[tuple[int]] = []  # offsets of claims whose markers may have got another time or text
         self._pools: PoolsInEffect = {}
         self._phases: dict[str, tuple[int, WorkerPhase]] = {}
         self._tallies: dict[MarkerKind, SecondTally] = {"rejections": SecondTally(), "failures": SecondTally()}
@@ -204,8 +203,7 @@ class MarkerRecorder:
         select = "SELECT * FROM markers WHERE kind = ? ORDER BY at_us DESC LIMIT 1"
         newest_claim = "SELECT * FROM markers WHERE kind = 'takeover' ORDER BY offset DESC LIMIT 1"
         for row in connection.execute(newest_claim):
-            self._owner_id, is_settled = json.loads(row[-1])
-            self._claim = None if is_settled else row
+            self.takeover = msgspec.json.decode(row[-1], type=Takeover)
         for kind in self._tallies:
             for _, at_us, topic, offset, _, _, reasons in connection.execute(select, [kind]):
                 self._tallies[kind] = SecondTally(at_us, topic, offset, Counter(json.loads(reasons)))
@@ -215,40 +213,12 @@ class MarkerRecorder:
         self._pools = world.settings.in_effect()
         self._phases = {one.spec.worker_id: (one.worker_epoch, one.phase) for one in world.fleet.workers()}
 
-    def add_claim(self, offset: int, record: OwnerClaimed, now_us: int, world: World) -> None:
-        """Add the claim of a new owner.
-
-        Its marker has the clock of the previous owner until `settle_claim`, because a claim has no clock reading.
-        """
-        if not self._owner_id:
-            text = f"Router {record.owner_id} became the owner."
-        elif record.owner_id == self._owner_id:
-            text = f"Router {record.owner_id} claimed the group again."
-        else:
-            text = f"Router {record.owner_id} took over from {self._owner_id}."
-        self._owner_id = record.owner_id
-        if record.core_version != CORE_VERSION:
-            rules = rules_text(record.core_version, record.release)
-            text += f" It has {rules}, so this console shows no moments of it."
-        at_us = now_us or record.at_us
-        self._claim = ("takeover", at_us, DECISIONS.name, offset, 1, text, json.dumps([record.owner_id, False]))
-        self._rows.append(self._claim)
+    def add_claim(self, offset: int, record: OwnerClaimed, world: World) -> None:
+        self._flush_takeover()
+        self.takeover = takeover = Takeover.of(offset, record, world, self.takeover)
         before, self._pools = self._pools, world.settings.in_effect()
         if text := modes_text(before, self._pools):
-            self._rows.append(("configuration", at_us, DECISIONS.name, offset, 1, text, ""))
-
-    @property
-    def has_claim(self) -> bool:
-        return self._claim is not None
-
-    def settle_claim(self, now_us: int) -> None:
-        """Set the time of the newest claim to the new owner's first clock reading."""
-        assert self._claim is not None
-        self._moved.append(self._claim[1:4])
-        self._rows = [row for row in self._rows if row != self._claim]
-        kind, _, topic, offset, count, text, _ = self._claim
-        self._rows.append((kind, now_us, topic, offset, count, text, json.dumps([self._owner_id, True])))
-        self._claim = None
+            self._rows.append(("configuration", takeover.at_us, DECISIONS.name, offset, 1, text, ""))
 
     def add_fleet_event(self, event: WorkerJoined | WorkerFact, offset: int, now_us: int, world: World) -> None:
         """Add a fleet event, unless the owner ignored it."""
@@ -292,11 +262,17 @@ class MarkerRecorder:
     def write(self, connection: sqlite3.Connection) -> None:
         for kind in self._tallies:
             self._flush(kind)
-        delete = "DELETE FROM markers WHERE kind = 'takeover' AND at_us = ? AND topic = ? AND offset = ?"
-        connection.executemany(delete, self._moved)
+        self._flush_takeover()
+        connection.executemany("DELETE FROM markers WHERE kind = 'takeover' AND offset = ?", self._moved)
         self._moved.clear()
         _insert(connection, self._rows)
         self._rows.clear()
+
+    def _flush_takeover(self) -> None:
+        if (one := self.takeover) is not None:
+            state = msgspec.json.encode(one).decode()
+            self._moved.append((one.offset,))
+            self._rows.append(("takeover", one.at_us, DECISIONS.name, one.offset, 1, _takeover_text(one), state))
 
     def _flush(self, kind: MarkerKind) -> None:
         tally = self._tallies[kind]
@@ -343,21 +319,15 @@ def _merged(connection: sqlite3.Connection, kind: MarkerKind, from_us: int, to_u
     width_us = -(-(to_us - from_us) // share)
     # SQLite takes the columns without an aggregate from the row with the minimum.
     rows = connection.execute(
-        "SELECT min(at_us), max(at_us), topic, offset, sum(count), count(*), text FROM markers"
+        "SELECT min(at_us), max(at_us), topic, offset, sum(count), count(*), text, reasons FROM markers"
         " WHERE kind = ? AND at_us >= ? AND at_us < ? GROUP BY (at_us - ?) / ?",
         [kind, from_us, to_us, from_us, width_us],
     )
-    return [
-        Marker(
-            at_us=at_us,
-            kind=kind,
-            text=text if merged == 1 else f"{count:,} {MERGED[kind]} within {_seconds(last_us - at_us)}.",
-            topic=topic,
-            offset=offset,
-            count=count,
-        )
-        for at_us, last_us, topic, offset, count, merged, text in rows
-    ]
+    found = []
+    for at_us, last_us, topic, offset, count, merged, text, state in rows:
+        together = f"{count:,} {MERGED[kind]} within {_seconds(last_us - at_us)}.", ""
+        found.append(_marker((kind, at_us, topic, offset, count, *((text, state) if merged == 1 else together))))
+    return found
 
 
 def _insert(connection: sqlite3.Connection, rows: Iterable[MarkerRow]) -> None:
@@ -365,11 +335,24 @@ def _insert(connection: sqlite3.Connection, rows: Iterable[MarkerRow]) -> None:
 
 
 def _marker(row: MarkerRow) -> Marker:
-    kind, at_us, topic, offset, count, text, _ = row
-    return Marker(at_us=at_us, kind=_KIND[kind], text=text, topic=topic, offset=offset, count=count)
+    kind, at_us, topic, offset, count, text, state = row
+    outage_us = msgspec.json.decode(state, type=Takeover).outage_us if kind == "takeover" and state else 0
+    return Marker(at_us=at_us, kind=kind, text=text, topic=topic, offset=offset, count=count, outage_us=outage_us)
 
 
-_KIND: dict[str, MarkerKind] = {kind: kind for kind in KINDS}
+def _takeover_text(takeover: Takeover) -> str:
+    claim, previous_id = takeover.claim, takeover.previous_id
+    if not previous_id:
+        text = f"Router {claim.owner_id} became the owner"
+    elif claim.owner_id == previous_id:
+        text = f"Router {claim.owner_id} claimed the group again"
+    else:
+        text = f"Router {claim.owner_id} took over from {previous_id}"
+    text += f" after {takeover.text}." if takeover.outage_us else "."
+    if claim.core_version != CORE_VERSION:
+        rules = rules_text(claim.core_version, claim.release)
+        text += f" It has {rules}, so this console shows no moments of it."
+    return text
 
 
 def _worker_text(

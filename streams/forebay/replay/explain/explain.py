@@ -146,7 +146,7 @@ async def _derive(
             return trail.report(step.divergence, step)
         trail.add_verified(step)
         timeline.apply(step)
-        if timeline.over and step.offset >= last:
+        if timeline.over and step.offset >= last and not timeline.is_behind:
             break
         if reader.position % BREATHE_EVERY == 0:
             if progress is not None:

@@ -251,6 +251,15 @@ class Ending(ExplanationPart, frozen=True, kw_only=True):
 
 
 class TimelineEntry(ExplanationPart, frozen=True, kw_only=True):
+    """One entry of a timeline.
+
+    Attributes:
+        now_us: for `outage` and `owner_claimed`: wall time at which they began.
+        written_us: when the event was written, if the owner read it late, because it was written before its claim.
+        outage_us: for an `outage`, in which no router owned the group: its length.
+        delayed: for an `outage`: number of requests that were active or submitted in it.
+    """
+
     what: str
     text: str
     now_us: int | None
@@ -258,6 +267,9 @@ class TimelineEntry(ExplanationPart, frozen=True, kw_only=True):
     topic: str
     offset: int
     counted: bool = True
+    written_us: int | None = None
+    outage_us: int | None = None
+    delayed: int | None = None
 
 
 class Explanation(ExplanationPart, frozen=True, kw_only=True):

@@ -6,7 +6,8 @@ Progress events count only if they are from the request's current attempt and wo
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, get_args
 
 import msgspec
@@ -71,6 +72,7 @@ from forebay.replay.explain.wording import (
     takeover_text,
     worker_text,
 )
+from forebay.replay.takeover import Takeover
 
 STATE_AT: dict[str, State] = {"encode": "encode", "prefill": "remote_prefill", "decode": "transfer"}
 ON_WORKER = (*STATE_AT.values(), "prefill", "decode")
@@ -100,6 +102,8 @@ class Timeline:
         self._world = world
         self._now_us = world.now_us
         self._owner_epoch = world.fleet.owner_epoch
+        self._takeover: Takeover | None = None  # by the owner that reads the events now
+        self.is_behind = False  # whether the last step has events that were written before the takeover
         self._plans: deque[Routing] = deque()
         self._submission_event: tuple[SubmissionEvent, int] | None = None
         self._clear(None, world.now_us)
@@ -125,9 +129,12 @@ class Timeline:
 
     def apply(self, step: Step) -> None:
         """Apply one step: first its events, then its decision."""
+        self.is_behind = False
         for run, events in step.runs():
             self._flush()
             self._now_us = run.now_us
+            if self._takeover is not None:
+                self._takeover.settle(run.now_us)
             if run.topic in TIMELINE_TOPICS:
                 for offset, event in events:
                     self._consume(run.topic, offset, event)
@@ -135,8 +142,10 @@ class Timeline:
         record = step.record
         if isinstance(record, RequestRecord) and record.request_id == self.request_id:
             self._decide(record, place)
-        elif isinstance(record, OwnerClaimed) and self.begun and not self.over:
-            self._add("owner_claimed", takeover_text(record), place)
+        elif isinstance(record, OwnerClaimed):
+            self._takeover = Takeover.of(step.offset, record, self._world, self._takeover)
+            if self.begun and not self.over:
+                self._entries.append(self._takeover)
         self._flush()
 
     def continue_in(self, world: World) -> None:
@@ -153,7 +162,8 @@ class Timeline:
         elif event.request_id != self.request_id:
             return
         elif isinstance(event, RequestCancelled):
-            self._add("cancel_requested", f"cancellation requested: {event.reason}", place, counted=not self.over)
+            text = f"cancellation requested: {event.reason}"
+            self._add("cancel_requested", text, place, event, counted=not self.over)
         elif isinstance(event, RequestProgress):
             self._observe_progress(event, place)
 
@@ -168,7 +178,7 @@ class Timeline:
             first_token=self._first_token,
             output_tokens=self._output_tokens,
             ending=self._ending,
-            timeline=tuple(self._entries),
+            timeline=tuple(chain.from_iterable(self._shown(one) for one in self._entries)),
         )
 
     def _clear(self, event: SubmissionEvent | None, zero_us: int) -> None:
@@ -180,7 +190,7 @@ class Timeline:
         self._first_token: FirstTokenTiming | None = None
         self._output_tokens: int | None = None
         self._ending: Ending | None = None
-        self._entries: list[TimelineEntry] = []
+        self._entries: list[TimelineEntry | Takeover] = []
         self._times: TimeByPart | None = None  # None if the beginning is missing
         self._on: tuple[int, str, int] = (0, "", 0)  # attempt, worker ID, worker epoch
         self._stage = "aggregated"
@@ -210,6 +220,8 @@ class Timeline:
 
     def _consume(self, topic: str, offset: int, event: Any) -> None:
         self._flush()
+        if self._takeover is not None and self._takeover.count(event):
+            self.is_behind = True
         match event:
             case RequestSubmitted() | RouteQueried():
                 if event.request_id == self.request_id:
@@ -269,7 +281,9 @@ class Timeline:
         verb = "route query" if isinstance(event, RouteQueried) else "submitted"
         text = f"{verb}: {submission.prompt_tokens:,} prompt tokens for {submission.model}"
         self._times = TimeByPart(self._now_us)
-        self._add("submitted", text, _Place(REQUESTS.name, offset, self._now_us))
+        if self._takeover is not None and self._takeover.is_late(event):
+            self._entries.append(self._takeover)
+        self._add("submitted", text, _Place(REQUESTS.name, offset, self._now_us), event)
 
     def _route(self, record: RequestRouted, place: _Place) -> None:
         text = self._selection_text(record, place, waited_us=record.waited_us)
@@ -305,13 +319,13 @@ class Timeline:
         if self.over or (event.attempt, event.worker_id, event.worker_epoch) != self._on or not self._follows(event):
             tag = type(event).__struct_config__.tag
             text = f"{event.worker_id}, attempt {event.attempt}, reports {tag}: stale, ignored"
-            self._add("outdated", text, place, counted=False)
+            self._add("outdated", text, place, event, counted=False)
             return
         if isinstance(event, FirstTokenEmitted):
             self._state, self._kept_by = "decode", None
             first = self._first(event, place.now_us)
             self._first_token = self._first_token or first  # a later attempt continues the response
-            self._add("first_token", first_token_text(first, event, self._prompt_tokens), place)
+            self._add("first_token", first_token_text(first, event, self._prompt_tokens), place, event)
             return
         saved = None
         if isinstance(event, PrefillFinished):
@@ -320,7 +334,7 @@ class Timeline:
         match event:
             case OutputGrown():
                 self._output_tokens = event.output_tokens
-                if self._entries and self._entries[-1].what == what:  # a long response has hundreds
+                if self._entries and getattr(self._entries[-1], "what", "") == what:  # a long response has hundreds
                     self._entries.pop()
             case RequestFinished():
                 self._output_tokens = event.output_tokens
@@ -331,7 +345,7 @@ class Timeline:
                 self._state, self._embedded, self._kept_by = "waiting", isinstance(event, EncodeFinished), None
                 if isinstance(event, PrefillFinished):
                     self._kept, self._kept_by = event.prefilled, (event.worker_id, event.worker_epoch)
-        self._add(what, text, place)
+        self._add(what, text, place, event)
 
     def _follows(self, event: RequestProgress) -> bool:
         """Return whether the core would accept the event in the current state."""
@@ -407,16 +421,29 @@ class Timeline:
         began_us = 0 if self._submission is None else self._submission.wall_us
         return wall_us - began_us if wall_us and began_us else None
 
-    def _add(self, what: str, text: str, place: _Place, *, counted: bool = True) -> None:
-        topic, offset, now_us = place
-        if self._times is not None and now_us is not None and self._state in PHASES:
-            self._times.enter(Phase(self._state), now_us)
-        after_us = None if now_us is None else now_us - self._zero_us
-        self._entries.append(
-            TimelineEntry(
-                what=what, text=text, now_us=now_us, after_us=after_us, topic=topic, offset=offset, counted=counted
-            )
-        )
+    def _add(self, what: str, text: str, place: _Place, event: Any = None, *, counted: bool = True) -> None:
+        """Add an entry about a journal record, or about an input event, which says when a late event was written."""
+        if self._times is not None and place.now_us is not None and self._state in PHASES:
+            self._times.enter(Phase(self._state), place.now_us)
+        fields: dict[str, Any] = {"counted": counted}
+        if self._takeover is not None and self._takeover.is_late(event):
+            fields["written_us"] = event.at_us
+            text += f"; written at {(event.at_us - self._zero_us) / 1e6:+.3f} s, before the takeover"
+        self._entries.append(self._entry(what, text, place, **fields))
+
+    def _entry(self, what: str, text: str, place: _Place, **fields: Any) -> TimelineEntry:
+        after_us = None if place.now_us is None else place.now_us - self._zero_us
+        return TimelineEntry(what=what, text=text, after_us=after_us, **place._asdict(), **fields)
+
+    def _shown(self, entry: TimelineEntry | Takeover) -> Iterator[TimelineEntry]:
+        if isinstance(entry, TimelineEntry):
+            yield entry
+            return
+        place, text = _Place(DECISIONS.name, entry.offset, entry.at_us), f"no router owns the group: {entry.text}"
+        if outage_us := entry.outage_us:
+            began = place._replace(now_us=entry.begin_us)
+            yield self._entry("outage", text, began, outage_us=outage_us, delayed=entry.delayed)
+        yield self._entry("owner_claimed", takeover_text(entry.claim), place)
 
 
 def submission_of(event: SubmissionEvent, offset: int, now_us: int | None) -> Submission:

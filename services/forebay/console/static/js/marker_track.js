@@ -13,6 +13,7 @@ export class MarkerTrack {
   #onChoose;
   #onResize;
   #row = h("div", { class: "track-row" });
+  #outages = h("div", { class: "track-row", "aria-hidden": "true" });
   #bubble = h("div", { class: "track-bubble card", role: "tooltip", id: "marker-text", hidden: true });
   #leaving;
   /** @type {import("./markers.js").Cluster[]} */ #clusters = [];
@@ -22,7 +23,7 @@ export class MarkerTrack {
   constructor(onChoose, onResize) {
     this.#onChoose = onChoose;
     this.#onResize = onResize;
-    this.element = h("div", { class: "track", role: "group", "aria-label": "Markers" }, this.#row, this.#pin, this.#bubble);
+    this.element = h("div", { class: "track", role: "group", "aria-label": "Markers" }, this.#outages, this.#row, this.#pin, this.#bubble);
     this.element.addEventListener("keydown", (event) => this.#onKey(event));
     this.element.addEventListener("pointerleave", () => this.#leave());
     new ResizeObserver(([entry]) => this.#resize(entry.contentRect.width)).observe(this.element);
@@ -35,9 +36,15 @@ export class MarkerTrack {
     this.#clusters = clusters(markers, beginUs, endUs, places);
     const key = (one) => `${one.markers[0].topic} ${one.markers[0].offset}`;
     reconcile(this.#row, this.#clusters, key, () => this.#create(), (button, cluster) => fill(button, cluster));
+    const span = Math.max(1, endUs - beginUs);
+    const outages = markers.filter((one) => one.outage_us > 0);
+    reconcile(this.#outages, outages, (one) => String(one.offset), () => h("span", { class: "outage" }), (band, one) => {
+      setStyle(band, "--share", ((one.at_us - one.outage_us - beginUs) / span).toFixed(5));
+      setStyle(band, "--length", (one.outage_us / span).toFixed(5));
+    });
     this.#setTabStop();
     put(this.#pin, "hidden", pinUs === null);
-    if (pinUs !== null) setStyle(this.#pin, "--share", ((pinUs - beginUs) / Math.max(1, endUs - beginUs)).toFixed(5));
+    if (pinUs !== null) setStyle(this.#pin, "--share", ((pinUs - beginUs) / span).toFixed(5));
   }
 
   #resize(width) {

@@ -193,7 +193,7 @@ export class View {
         h(
           "li",
           {},
-          h("span", { class: "after" }, entry.after_us === null ? "" : `+${duration(entry.after_us)}`),
+          h("span", { class: "after" }, entry.after_us === null ? "" : `${entry.after_us < 0 ? "" : "+"}${duration(entry.after_us)}`),
           h("span", { class: "entry-text" }, entryText(entry, explanation)),
           recordButton(this.#context.api, entry.topic, entry.offset),
         ),
