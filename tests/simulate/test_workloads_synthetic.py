@@ -14,9 +14,18 @@ from forebay.cli.simulate.workload import workload_statistics
 from forebay.runtime.errors import ConfigError
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import Turn, WorkloadOptions
-from forebay.simulate.workloads.draws import Lengths, bursty, diurnal, exp, exponential, normal, poisson, wave
 from forebay.simulate.workloads.source import RowErrors
-from forebay.simulate.workloads.synthetic import Synthetic
+from forebay.simulate.workloads.synthetic import (
+    Lengths,
+    Synthetic,
+    bursty,
+    diurnal,
+    exp,
+    exponential,
+    normal,
+    poisson,
+    wave,
+)
 
 SEED = 5
 ALL = "synthetic:arrivals=bursty,cv=2,rate=9,requests=3000,prompt=300/2500,output=40/300,groups=7,depth=3,branches=3,"
