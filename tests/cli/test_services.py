@@ -38,6 +38,7 @@ from forebay.processes.service import until_signal
 from forebay.runtime.errors import ConfigError
 from forebay.transport.base import LogError, NotDerivable
 from forebay.workers.engine import EngineError
+from tests.cli.in_process import error_of
 from tests.cli.up import PATIENCE_S, Up, running
 from tests.harness.local import free_ports
 
@@ -432,3 +433,9 @@ def test_a_second_signal_right_after_the_first_ends_a_service_in_order() -> None
         run.send_signal(signal.SIGTERM)
         run.communicate(timeout=PATIENCE_S)
     assert run.returncode >= 0, "the signal found no handler"
+
+
+def test_a_broker_that_cannot_be_reached_is_one_line() -> None:
+    address = f"127.0.0.1:{free_ports(1)}"
+    text = error_of("topics", "list", "--kafka", address)
+    assert text.startswith(f"Kafka at {address} cannot be used ([Errno 111] Connect call failed "), text

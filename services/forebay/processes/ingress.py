@@ -152,7 +152,7 @@ async def _serve(
                 serve(),
                 _until_draining(api.run(), front.drain),
                 directory.run(),
-                _report_waits(models, settings.ingress_id),
+                _until_draining(_report_waits(models, settings.ingress_id), front.drain),
             )
             try:
                 await until_signal(*parts, stop=stop, stop_s=drain_s + STOP_S)

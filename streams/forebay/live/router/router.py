@@ -85,7 +85,8 @@ class Router:
 
     def assign(self, partitions: set[int]) -> None:
         """Prefer these control partitions: claim them before other standbys, and hand over others to their routers."""
-        logger.info("assigned the control partitions %s", sorted(partitions))
+        if partitions != self._assigned:
+            logger.info("assigned the control partitions %s", sorted(partitions))
         self._assigned = partitions
         for partition, member in self.members.items():
             member.assign(is_assigned=partition in partitions)

@@ -1,6 +1,7 @@
 """Create the topics on the broker with their configuration, and check the existing topics."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -221,9 +222,25 @@ async def _admin(settings: KafkaSettings) -> AIOKafkaAdminClient:
     return admin
 
 
+class BootstrapErrors(logging.Filter):
+    """Keeps the reason of a failed bootstrap, which aiokafka logs but does not raise, for `unreachable`."""
+
+    last = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith('Unable connect to "'):
+            return True
+        self.last = record.getMessage().partition('": ')[2]
+        return False
+
+
+bootstrap_errors = BootstrapErrors()
+logging.getLogger("aiokafka").addFilter(bootstrap_errors)
+
+
 def unreachable(settings: KafkaSettings, error: Exception) -> KafkaUnusable:
     """Return the error for a failed connection. Its message says what to check."""
-    reason = explain(error)
+    reason = bootstrap_errors.last if "Unable to bootstrap" in str(error) else explain(error)
     hint = "check that it runs and its address"
     if "sasl_mechanism" in settings.client_options():
         hint += ", and the user name and password"
