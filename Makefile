@@ -133,7 +133,7 @@ console-pictures: $(READY) ## take the pictures of the console in docs/images (C
 	@$(BIN)/python -m tests.harness.console_pictures
 
 cookbook: $(READY) ## run the commands of docs/cookbook.md and update their output
-	@$(BIN)/python -m tests.cli.cookbook
+	@$(BIN)/python -m tests.cli.pages
 
 lock: $(READY) lock-engines ## update all locked requirements, with hashes
 	@$(UV) $(COMPILE) --extra router --extra kubernetes --extra planner --group dev pyproject.toml -o requirements/base.txt
