@@ -171,6 +171,7 @@ async def test_every_route_but_the_page_needs_the_token(client: httpx.AsyncClien
     assert (await without_token("/v1/console", authorization="Bearer wrong")).status_code == 401
     page = await without_token("/")
     assert (page.status_code, "default-src 'none'" in page.headers["content-security-policy"]) == (200, True)
+    assert page.headers["x-accel-buffering"] == "no"
     assert (await client.get("/v1/console", headers={"origin": "https://evil.example"})).status_code == 403
 
 

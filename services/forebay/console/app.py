@@ -37,6 +37,7 @@ HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx must not buffer the stream of events
 )
 
 
