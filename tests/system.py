@@ -127,7 +127,7 @@ class System:
         """Acquire a lease for a worker that does nothing."""
         size = {"block_size": BLOCK, "kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
         spec = WorkerSpec(**{"worker_id": name, "model": MODEL, **size, **changes})
-        self.leases.acquire(MODEL, name, f"{name}-1", msgspec.msgpack.encode(WorkerLease(spec=spec)), 60_000)
+        self.leases.acquire(spec.model, name, f"{name}-1", msgspec.msgpack.encode(WorkerLease(spec=spec)), 60_000)
 
     @asynccontextmanager
     async def owned(

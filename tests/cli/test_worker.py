@@ -372,6 +372,9 @@ async def test_a_worker_says_what_it_waits_for(tmp_path: Path, capfd: pytest.Cap
     spec: Any = SimpleNamespace(worker_id="w", model="m")
     waiting = asyncio.create_task(report_waits(log, probes, spec, placed, check_s=0.0))
     await reported("no router has placed its model; start `forebay router` with the same --namespace and --redis")
+    probes.refusal = "the model m gets no control partition"
+    await reported(probes.refusal)
+    probes.refusal = None
     probes.worker = worker
     await reported("")  # its engine starts
     worker.life.state = State.REGISTERED

@@ -405,6 +405,18 @@ async def test_an_alias_names_a_model_and_can_be_moved(scene: Scene) -> None:
     await scene.fails("prod", 404, "model_not_found", "unknown model 'prod'")
 
 
+async def test_a_removed_model_is_no_longer_served_until_it_is_placed_again(scene: Scene) -> None:
+    digest = await scene.serve_all("one", "two")
+    await scene.find("two")
+    await scene.log.append([Draft(GROUPS.name, 0, b"", b"two")])
+    await until(lambda: scene.models.names == ["one", "three"])
+    await scene.fails("two", 404, "model_not_found")
+    await scene.append(GROUPS, 0, GroupPlaced(group="two", partition=1))
+    await until(lambda: "two" in scene.models.names)
+    await scene.serve("two", digest)
+    assert (await scene.find("two")).group.require_partition() == 1
+
+
 async def test_the_requests_of_an_alias_are_divided_by_weight(scene: Scene) -> None:
     await scene.serve_all("one", "two")
     await scene.alias("prod", "one", "two", weight=3.0)

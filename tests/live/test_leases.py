@@ -18,6 +18,7 @@ from forebay.events.fleet import IngressJoined, IngressLost
 from forebay.events.groups import GroupPlaced
 from forebay.events.topics import FLEET, GROUPS, work_topic
 from forebay.events.work import WorkCancelled
+from forebay.journal.groups import groups_of
 from forebay.live.owner.ingress_presence import IngressPresence
 from forebay.live.owner.lease_judgement import TTL_UNKNOWN_MS, LeaseJudge, ObservedTime, Standing
 from forebay.live.router.placement import GroupPlacement, PlacementMetrics
@@ -402,13 +403,18 @@ async def test_without_a_free_partition_a_group_is_rejected_and_logged_once(
         await placement.update()
     assert placements(log) == [(b"a", "a", 0)]
     assert placement.refused == 2
-    assert caplog.text.count("; serve it in another --namespace") == 2
+    assert caplog.text.count("because all 1 of this namespace belong to other models: a; free one with") == 2
     await place(log, "b", 0)
     await directory.reach(2)
     metrics = {metric.name: metric for metric in PlacementMetrics(placement, directory).collect()}
     assert metrics["forebay_groups"].samples[0].value == 1
     assert metrics["forebay_groups_refused"].samples[0].value == 2
     assert metrics["forebay_placements_ignored"].samples[0].labels == {"reason": "partition_taken"}
+    leases.release("a", "w", "t")
+    await log.append([Draft(GROUPS.name, 0, b"", b"a")])
+    assert directory.partition_of("a") is None
+    await placement.update()
+    assert directory.groups.partitions == await groups_of(log) == {"b": 0}
 
 
 async def test_an_invalid_model_name_gets_no_partition(
@@ -422,7 +428,7 @@ async def test_an_invalid_model_name_gets_no_partition(
         await placement.update()
     assert placements(log) == [(b"org/model:tag", "org/model:tag", 0)]
     assert placement.refused == len(bad)
-    messages = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert len(messages) == len(bad)
     assert all(line.isprintable() for line in messages)
 

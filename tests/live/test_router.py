@@ -12,8 +12,9 @@ from forebay import runtime
 from forebay.core.world import CORE_VERSION
 from forebay.events.codec import decode, encode
 from forebay.events.decisions import OwnerClaimed, Sealed
+from forebay.events.groups import GroupPlaced
 from forebay.events.heartbeats import RouterHeartbeat
-from forebay.events.topics import DECISIONS, HEARTBEATS
+from forebay.events.topics import DECISIONS, GROUPS, HEARTBEATS
 from forebay.live.owner.owner import Owner
 from forebay.live.router import succession
 from forebay.live.router.router import ReadinessMetrics, Router, ready
@@ -105,6 +106,24 @@ async def test_a_group_moves_with_its_assignment_and_the_next_owner_starts_warm(
         assert (await proven(log)).claims == 2
         (sealed,), (_, claim) = system.decisions(Sealed), system.decisions(OwnerClaimed)
         assert 0 < sealed.at_us <= claim.previous_seen_us <= claim.at_us
+
+
+async def test_a_removed_group_leaves_its_partition_to_another(log: SqliteLog) -> None:
+    async with System(log).started(workers=1) as system, routing(system, "a") as router:
+        await until_owned(router)
+        await system.serve("first", PREFIX)
+        await system.stop_worker("w0")
+        await until(lambda: not len(router.owners[0].world.fleet))
+        await log.append([Draft(GROUPS.name, 0, b"", MODEL.encode())])
+        await until(lambda: not router.members)
+        assert router.owners == {}
+        placed = encode(GROUPS, GroupPlaced(group="another", partition=0))
+        await log.append([Draft(GROUPS.name, 0, placed, b"another")])
+        system.join("w1", model="another")  # in the pool that the removed model has configured
+        router.assign({0})
+        await until(lambda: 0 in router.owners and len(router.owners[0].world.fleet) == 1)
+        assert [member.group for member in router.members.values()] == ["another"]
+        assert (await proven(log)).claims == 2
 
 
 async def test_a_standby_without_an_assignment_takes_over_from_a_silent_owner(log: SqliteLog) -> None:

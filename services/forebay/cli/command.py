@@ -247,9 +247,10 @@ class ModelListCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRemoveCommand:
-    """Remove the stored cards of a model, or one older card of it, and files that no other card has.
+    """Remove a model that has no workers, with its stored cards, or one older card of a model.
 
-    Cards that workers use are not removed. Workers remove the older cards of their model themselves.
+    The control partition of the model is free for another one. Its records stay until retention removes them. Cards
+    that workers use are not removed. Workers remove the older cards of their model themselves.
     """
 
     RUN: ClassVar = "models:run_remove"

@@ -17,10 +17,12 @@ from forebay.cli.common.tables import print_table
 from forebay.cli.common.terminal import printable
 from forebay.events.models import TARGETS_MAX, WEIGHT_MAX, AliasSet, AliasTarget, ModelStored
 from forebay.events.names import unknown_name
+from forebay.events.topics import GROUPS
+from forebay.journal.groups import groups_of, workers_of
 from forebay.processes.names import named
 from forebay.processes.notices import complain
-from forebay.transport.base import Log
-from forebay.transport.directory import Directory
+from forebay.transport.base import Draft, Log
+from forebay.transport.directory import PARTITION
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import count_topics
 from forebay.transport.models import ModelStore, cards_in_use
@@ -56,28 +58,34 @@ def run_list(options: ModelListCommand) -> None:
 def run_remove(options: ModelRemoveCommand) -> None:
     with explained():
         removed = asyncio.run(_remove(options.kafka.settings(), options.name))
-    for digest in removed:
-        click.echo(f"removed {digest}")
+    for text in removed:
+        click.echo(f"removed {text}")
 
 
 async def _remove(settings: KafkaSettings, name: str) -> list[str]:
-    """Remove the cards that `name` means, and return their digests. A reason to keep them ends the command."""
+    """Remove the cards that `name` means, and the group of a model. A reason to keep them ends the command.
+
+    Returns the digests, and a text about the group.
+    """
     async with _opened(settings) as (log, store):
-        model, digests = _meant(store, name)
-        directory = Directory(log)
-        await directory.start()
-        directory.close()
-        used = await cards_in_use(log, directory.groups.partitions)
+        partitions = await groups_of(log)
+        model, digests = _meant(store, name, partitions)
+        if name in partitions and (workers := await workers_of(log, partitions[name])):
+            fail(f"{printable(name)} has workers: {', '.join(sorted(workers))}; stop them first")
+        used = await cards_in_use(log, partitions)
         for group, digest in sorted(used.items()):
             if digest in digests:
                 fail(f"workers of {printable(group)} use the card {digest[:SHOWN_DIGITS]} of {model}; stop them first")
         await store.remove(digests)
-        return digests
+        if name not in partitions:
+            return digests
+        await log.append([Draft(GROUPS.name, PARTITION, b"", name.encode())])
+        return [*digests, f"the group {printable(name)}, so control partition {partitions[name]} is free"]
 
 
-def _meant(store: ModelStore, name: str) -> tuple[str, list[str]]:
+def _meant(store: ModelStore, name: str, groups: Collection[str]) -> tuple[str, list[str]]:
     """Return the model and the digests of the cards that an argument means. An invalid argument ends the command."""
-    by_model: dict[str, list[str]] = {}
+    by_model: dict[str, list[str]] = {group: [] for group in groups}
     for digest, stored in store.cards.items():
         by_model.setdefault(stored.model, []).append(digest)
     if name in by_model:
@@ -142,10 +150,7 @@ def _described(alias: AliasSet) -> str:
 
 async def _set_alias(settings: KafkaSettings, event: AliasSet, *, force: bool) -> None:
     async with _opened(settings) as (log, store):
-        directory = Directory(log)
-        await directory.start()
-        directory.close()
-        known = {*directory.groups.partitions, *(stored.model for stored in store.cards.values())}
+        known = {*await groups_of(log), *(stored.model for stored in store.cards.values())}
         for problem in _alias_problems(event, known, store.aliases):
             if not force:
                 fail(f"{problem}; --force sets the alias nevertheless")

@@ -116,6 +116,7 @@ class ServedModels:
         self._folder = folder
         self._ready_of = ready_of or (lambda name: Readiness(RouterHeartbeats(front.log, name), directory))
         self._entries: dict[str, ServedModel] = {}
+        self._following: dict[str, tuple[int, asyncio.Task[None]]] = {}  # with the partition of the model
         self._loaded: OrderedDict[str, ServedModel] = OrderedDict()  # the model that was used last comes last
         self._created_s = int(runtime.wall_s())
         self._placed = asyncio.Event()
@@ -140,12 +141,18 @@ class ServedModels:
     async def _add_placed(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             self._placed.clear()
-            for name in sorted(self._directory.groups.partitions.keys() - self._entries.keys()):
+            partitions = self._directory.groups.partitions
+            for name, (partition, following) in list(self._following.items()):
+                if partitions.get(name) != partition:  # an operator has removed the model
+                    following.cancel()
+                    del self._following[name], self._entries[name]
+                    self._loaded.pop(name, None)
+            for name in sorted(partitions.keys() - self._entries.keys()):
                 ready = self._ready_of(name)
                 if ready is not None:
                     settings = replace(self.front.settings, model_name=name, loras=())
                     entry = self._entries[name] = ServedModel(GroupClient(self.front, settings, ready))
-                    tasks.create_task(entry.group.run())
+                    self._following[name] = partitions[name], tasks.create_task(entry.group.run())
             await self._placed.wait()
 
     def ready(self) -> list[ServedModel]:

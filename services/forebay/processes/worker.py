@@ -266,7 +266,7 @@ class AttachedWorkers:
             spec = msgspec.structs.replace(spec, card=await stored_card(self._log, spec.model, *card))
         source = "" if one.upstream is None else f", for {one.upstream.url}"
         announce(f"worker {spec.worker_id} requests to join {spec.model}, pool {spec.pool}{source}")
-        joining = asyncio.create_task(join_group(self._cluster, self._log, spec))
+        joining = asyncio.create_task(join_group(self._cluster, self._log, spec, one.probes))
         beside: list[asyncio.Task[Any]] = [joining]
         beside.append(asyncio.create_task(report_waits(self._log, one.probes, spec, joining)))
         try:
@@ -393,7 +393,7 @@ CHECK_S = 2.0
 CHECKS = 5  # per line: a takeover takes six seconds, and an owner reads the leases twice per second
 
 
-async def join_group(cluster: Cluster, log: Log, spec: WorkerSpec) -> int:
+async def join_group(cluster: Cluster, log: Log, spec: WorkerSpec, probes: Probes) -> int:
     """Create a missing work topic, and return the partition of the group once a router has assigned it."""
     counts = await count_topics(cluster.kafka)
     if spec.pool not in counts.pools:
@@ -403,6 +403,7 @@ async def join_group(cluster: Cluster, log: Log, spec: WorkerSpec) -> int:
     await directory.start()
     try:
         while (partition := directory.partition_of(spec.model)) is None:
+            probes.refusal = directory.groups.refusal(spec.model, counts.groups)
             try:
                 await runtime.offload(leases.announce, spec.model, ANNOUNCEMENT_TTL_MS)
             except LeaseError as error:
@@ -419,6 +420,7 @@ async def join_group(cluster: Cluster, log: Log, spec: WorkerSpec) -> int:
                     complain(f"{text}; if that process runs, give each worker its own --id")
         return partition
     finally:
+        probes.refusal = None
         directory.close()
 
 
@@ -444,7 +446,7 @@ async def report_waits(
             checks += 1
             rejected = () if beats.owner is None else beats.owner.rejected
             reason = next((one.reason for one in rejected if one.worker_id == spec.worker_id), "")
-            probes.waits_for = why = _wait(beats, reason, is_placed=placed.done())
+            probes.waits_for = why = probes.refusal or _wait(beats, reason, is_placed=placed.done())
             if reason != rejection or checks % CHECKS == 0:
                 complain(f"worker {spec.worker_id} waits, and keeps trying: {why}")
             rejection = reason

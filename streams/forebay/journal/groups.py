@@ -1,17 +1,20 @@
 """List the groups of a log and the configurations of their pools."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 
 from forebay.core.state.groups import Groups
+from forebay.events.codec import DecodeError
 from forebay.events.control import PolicySet, PoolConfigured
+from forebay.events.fleet import WorkerJoined, WorkerLost
 from forebay.events.snapshots import WorldState
-from forebay.events.topics import CONTROL, DECISIONS, GROUPS, SNAPSHOTS
+from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, SNAPSHOTS
 from forebay.journal.claims import valid_claims
 from forebay.journal.records import events_of
 from forebay.journal.snapshots import snapshots_taken, state_of
-from forebay.transport.base import Log, records_of
-from forebay.transport.directory import PARTITION
+from forebay.transport.base import Log, Record, records_of
+from forebay.transport.directory import PARTITION, apply_placement
 from forebay.transport.heartbeats import owner_of
 from forebay.transport.sqlite.log import SqliteLog
 
@@ -26,10 +29,9 @@ async def groups_of(log: Log) -> dict[str, int]:
     if recording is not None:
         return {group.name: group.partition for group in recording.groups}
     placed = Groups()
-    async for _, event in events_of(
-        log, GROUPS, PARTITION
-    ):  # the directory of a live system ignores foreign records, too
-        placed.apply(event)
+    async for record in _placements(log):
+        with suppress(DecodeError):  # the directory of a live system ignores foreign records, too
+            apply_placement(placed, record)
     if placed.partitions or not isinstance(log, SqliteLog):
         return dict(sorted(placed.partitions.items()))
     pools = await pools_of(log, 0)
@@ -42,14 +44,30 @@ async def groups_with_workers(log: Log, placed: Mapping[str, int]) -> list[str]:
     All groups are returned if none has workers.
     """
     if isinstance(log, SqliteLog):
-        begin, end = await log.begin(GROUPS.name, PARTITION), await log.end(GROUPS.name, PARTITION)
-        records = [record async for record in records_of(log, GROUPS, PARTITION, begin, end)]
+        records = [record async for record in _placements(log)]
         # A start appends the placements of its models together.
         found = [(record.key or b"").decode() for record in records if record.at_us == records[-1].at_us]
     else:
         owners = await asyncio.gather(*(owner_of(log, group, number) for group, number in placed.items()))
         found = [one.group for one in owners if one and one.ready_aggregated + one.ready_prefill + one.ready_decode]
     return [group for group in placed if group in found] or list(placed)
+
+
+async def workers_of(log: Log, partition: int) -> set[str]:
+    """Return the workers that have joined a group and are not lost. Raises LogError."""
+    found: set[str] = set()
+    async for _, event in events_of(log, FLEET, partition):
+        if isinstance(event, WorkerJoined):
+            found.add(event.spec.worker_id)
+        elif isinstance(event, WorkerLost):
+            found.discard(event.worker_id)
+    return found
+
+
+async def _placements(log: Log) -> AsyncIterator[Record]:
+    begin, end = await log.begin(GROUPS.name, PARTITION), await log.end(GROUPS.name, PARTITION)
+    async for record in records_of(log, GROUPS, PARTITION, begin, end):
+        yield record
 
 
 async def pools_of(log: Log, partition: int) -> list[PoolConfigured]:

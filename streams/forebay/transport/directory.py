@@ -18,6 +18,14 @@ PARTITION = 0  # of the topic `groups`: there is one directory
 READ_MAX = 256
 
 
+def apply_placement(groups: Groups, record: Record) -> None:
+    """Apply a record of the topic `groups`. Raises DecodeError if it is neither a placement nor a removal."""
+    if record.value:
+        groups.apply(decode(GROUPS, record.value))
+    else:
+        groups.remove((record.key or b"").decode(errors="replace"))
+
+
 class Directory:
     """Control partitions of all groups. Each lookup first reads new records; `run` reads them continuously."""
 
@@ -81,7 +89,7 @@ class Directory:
 
     def _apply(self, record: Record) -> None:
         try:
-            self.groups.apply(decode(GROUPS, record.value))
+            apply_placement(self.groups, record)
         except DecodeError as error:
             self.undecodable += 1
             logger.warning("ignored record %d of %s, which is not a placement: %s", record.offset, GROUPS.name, error)

@@ -139,12 +139,14 @@ LIVE_S = 30.0  # longer than several health checks with their timeouts
 class Probes:
     """Readiness and liveness probes of a worker process, for any thread. `worker` is None until it is created.
 
-    `waits_for` says what it waits for to be admitted; empty if that is not known, or it does not wait.
+    `waits_for` says what it waits for to be admitted; empty if that is not known, or it does not wait. `refusal` says
+    why its model can get no control partition.
     """
 
     def __init__(self) -> None:
         self.worker: Worker | None = None
         self.waits_for = ""
+        self.refusal: str | None = None
 
     def ready(self) -> tuple[bool, str]:
         """Return whether the worker is a healthy member of the fleet, and a text with its state and KV transport."""

@@ -1,7 +1,7 @@
 """Control partition of each group, built from the topic `groups`. Readers use it to address the topics of a group.
 
-The first placement of a group is valid, and a partition keeps its first group. So all readers get the same result, even
-if two writers contradict each other during a takeover.
+The first placement of a group is valid, and a partition keeps its first group until an operator removes it. So all
+readers get the same result, even if two writers contradict each other during a takeover.
 """
 
 from collections import Counter
@@ -25,6 +25,21 @@ class Groups:
             self.ignored["partition_taken"] += 1
         else:
             self.partitions[event.group] = event.partition
+
+    def remove(self, group: str) -> None:
+        """Free the partition of a group, if it has one."""
+        self.partitions.pop(group, None)
+
+    def refusal(self, group: str, partitions: int) -> str | None:
+        """Return why a group gets none of the partitions 0 to `partitions` - 1, None if it has one or can get one."""
+        if group in self.partitions or self.lowest_free(partitions) is not None:
+            return None
+        # More control partitions would change the slots of every model while their workers run.
+        return (
+            f"the model {group} gets no control partition, because all {partitions} of this namespace belong to other"
+            f" models: {', '.join(sorted(self.partitions))}; free one with `forebay model remove NAME`, or serve the"
+            " model in another --namespace"
+        )
 
     def group_in(self, partition: int) -> str | None:
         """Return the group that uses a control partition, or None if the partition is free."""

@@ -294,7 +294,9 @@ class WorkerAdmission:
             _require_same_block_size(spec, [*others, *pending])
             _require_same_layout(spec, others)
             _require_same_card(spec, others)
-            if self._by_lease is not None and spec.pool not in pools:
+            known = pools.get(spec.pool)
+            # The partition may have belonged to another model, which an operator has removed.
+            if self._by_lease is not None and (known is None or known.model != self._by_lease.model):
                 await self._configure(spec, self._by_lease)
                 return
             problem = _misfit(spec, pools)

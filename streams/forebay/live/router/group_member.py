@@ -52,7 +52,7 @@ class GroupMember:
     ) -> None:
         self._log = log
         self.group = group
-        self._partition = partition
+        self.partition = partition
         self._router_id = router_id
         self._new_owner = new_owner
         self._new_standby = new_standby
@@ -96,7 +96,7 @@ class GroupMember:
         pause_s = self._retry_s
         standby: Standby | None = None
         while not self._stopped.is_set():
-            following = asyncio.create_task(self._heartbeats.follow(self._partition), name="heartbeats")
+            following = asyncio.create_task(self._heartbeats.follow(self.partition), name="heartbeats")
             try:
                 while not self._stopped.is_set():
                     standby = standby or self._new_standby()
@@ -123,7 +123,7 @@ class GroupMember:
 
         Returns True only if the standby has followed the journal up to its end. Raises LogError if the log fails.
         """
-        writer = self._writer = HeartbeatWriter(self._log, self._partition, self.group, self._router_id)
+        writer = self._writer = HeartbeatWriter(self._log, self.partition, self.group, self._router_id)
         succession = Succession(
             standby,
             self._heartbeats,
@@ -142,7 +142,7 @@ class GroupMember:
                 if due.cancelled():
                     return False
                 epoch = standby.world.owner_epoch
-                await standby.catch_up(await self._log.end(DECISIONS.name, self._partition))
+                await standby.catch_up(await self._log.end(DECISIONS.name, self.partition))
                 if standby.world.owner_epoch == epoch and standby.blocked is None:
                     return True  # otherwise another router claimed meanwhile
             return False
@@ -167,7 +167,7 @@ class GroupMember:
         try:
             await owner.start(standby)
             self._on_owned(owner)
-            running = asyncio.create_task(owner.run(), name=f"owner of {self._partition}")
+            running = asyncio.create_task(owner.run(), name=f"owner of {self.partition}")
             try:
                 await _race(asyncio.create_task(self._until_successor(owner)), keep=(following, running))
                 await owner.stop()

@@ -54,9 +54,7 @@ class GroupPlacement:
                 continue
             partition = self._directory.groups.lowest_free(self._partitions)
             if partition is None:
-                # More control partitions would change the slots of every model while their workers run.
-                taken = f"each of the {self._partitions} control partitions of this namespace belongs to another model"
-                self._refuse(group, f"the group {group} gets no partition: {taken}; serve it in another --namespace")
+                self._refuse(group, self._directory.groups.refusal(group, self._partitions) or "")
                 continue
             placed = GroupPlaced(group=group, partition=partition, at_us=runtime.wall_us())
             draft = Draft(GROUPS.name, PARTITION, encode(GROUPS, placed), group.encode())

@@ -99,7 +99,7 @@ class Router:
             serving: list[asyncio.Task[None]] = []
             while not self._stopped.is_set():
                 self._placed.clear()
-                serving += [tasks.create_task(member.run()) for member in self._new_members()]
+                serving += [tasks.create_task(self._serve(member)) for member in self._new_members()]
                 placed = asyncio.create_task(self._placed.wait())
                 await asyncio.wait((placed, stopped), return_when=asyncio.FIRST_COMPLETED)
                 placed.cancel()
@@ -117,7 +117,17 @@ class Router:
     async def _wait_stopped(self) -> None:
         await self._stopped.wait()
 
+    async def _serve(self, member: GroupMember) -> None:
+        """Run a member until the router stops, or an operator removes its group and frees the partition."""
+        await member.run()
+        if self._directory.group_in(member.partition) != member.group:
+            del self.members[member.partition]
+            self._placed.set()
+
     def _new_members(self) -> list[GroupMember]:
+        for partition, member in self.members.items():
+            if self._directory.group_in(partition) != member.group:
+                member.stop()
         created = []
         for partition in range(self._settings.partitions):
             group = self._directory.group_in(partition)
