@@ -27,7 +27,6 @@ from forebay.cli.trace.stream import transport_failure
 from forebay.events.scaling import DecodePoint, PrefillPoint
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
 from forebay.ingress.openai.requests import CHAT_PATH, TEXT_PATH
-from forebay.simulate.profiles.profile import load_profile
 from forebay.transport.base import Draft, LogError, Record
 from forebay.transport.kafka.settings import KafkaSettings
 from tests.cli.in_process import error_of, forebay
@@ -326,9 +325,8 @@ def profile(up: Up, out: Path, *options: str) -> Any:
     return json.loads(out.read_text())
 
 
-def test_a_profile_has_every_point_and_an_engine_profile(up: Up, tmp_path: Path) -> None:
-    engine = tmp_path / "engine.toml"
-    found = profile(up, tmp_path / "p.json", *SMALL, *OUTPUT, "--engine-profile-out", str(engine))
+def test_a_profile_has_every_point(up: Up, tmp_path: Path) -> None:
+    found = profile(up, tmp_path / "p.json", *SMALL, *OUTPUT)
     prefill = msgspec.convert(found["prefill"], list[PrefillPoint])
     decode = msgspec.convert(found["decode"], list[DecodePoint])
     assert [one.isl for one in prefill] == [64, 128, 256]
@@ -339,8 +337,6 @@ def test_a_profile_has_every_point_and_an_engine_profile(up: Up, tmp_path: Path)
     assert found["left_out"] == []
     (planner := tmp_path / "planner.toml").write_text(PLANNER)
     assert read_planner_file(planner).settings.pools[0].prefill == tuple(prefill)
-    loaded = load_profile(str(engine))
-    assert (loaded.name, loaded.source) == ("forebay-default, measured", "forebay profile run")
 
 
 @pytest.mark.parametrize(("role", "stages"), [("prefill", (1, 0)), ("decode", (0, 1))])
@@ -418,7 +414,6 @@ def test_one_of_several_workers_has_to_be_named(tmp_path: Path) -> None:
         (("--concurrency", "5000"), "from 1 to 4,096"),
         (("--context", ",".join(map(str, range(100, 200)))), "100 numbers; give at most 64"),
         (("--context", "64", "--output-tokens", "64"), "must exceed --output-tokens 64"),
-        (("--role", "prefill", "--engine-profile-out", "e.toml"), "--engine-profile-out requires --role aggregated"),
         (("--out", "missing/p.json"), "no such directory missing"),
         (("--model", "forebay-other"), "forebay-default"),
     ],

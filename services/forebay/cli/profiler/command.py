@@ -1,4 +1,4 @@
-"""`forebay profile run`: measure a live worker for the planner and the simulator."""
+"""`forebay profile run`: measure a live worker for the planner."""
 
 import re
 from dataclasses import dataclass
@@ -45,7 +45,3 @@ class ProfileRunCommand:
     output_tokens: Annotated[int, Option(min=8, max=4_096, help="Output tokens per request to measure decode.")] = 64
     repeats: Annotated[int, Option(min=1, max=100, help="Measurements per point; the median counts.")] = 3
     timeout_s: Annotated[float, Option(min=0.1, max=86_400, help="Seconds after which a point is left out.")] = 300.0
-    max_num_batched_tokens: Annotated[
-        int, Option(min=1, max=TOKENS_MAX, help="Tokens per step of the engine, for --engine-profile-out.")
-    ] = 8_192
-    engine_profile_out: Annotated[Path | None, Option(help="Also write an engine profile for the simulator.")] = None

@@ -13,9 +13,7 @@ import uvloop
 from rich.table import Table
 
 from forebay.cli.common.credentials import client_headers
-from forebay.cli.common.engine_profile import write_fitted_profile
 from forebay.cli.common.errors import BROKEN, explained, fail
-from forebay.cli.common.extras import require_extra
 from forebay.cli.common.failures import advice, status_failure
 from forebay.cli.common.tables import counting_bar, results, table
 from forebay.cli.profiler.command import CONCURRENCY_MAX, NUMBER, TOKENS_MAX, VALUES_MAX, ProfileRunCommand
@@ -39,7 +37,6 @@ from forebay.cli.profiler.profile_file import (
 from forebay.events.names import unknown_name
 from forebay.processes.notices import complain
 from forebay.runtime.errors import ConfigError
-from forebay.simulate.profiles.profile import EngineSizes, Profile
 
 REQUEST_TIMEOUT_S = 10.0  # of a request about the system
 TRIAL_TOKENS = 16
@@ -69,12 +66,6 @@ def run_profile(options: ProfileRunCommand) -> None:
             raise ConfigError(f"--context {contexts[0]} must exceed --output-tokens {options.output_tokens}")
         if not options.out.parent.is_dir():
             raise ConfigError(f"--out {options.out}: no such directory {options.out.parent}")
-        if options.engine_profile_out is not None:
-            require_extra("fit", "--engine-profile-out", "numpy", "scipy")
-            if options.role != "aggregated":
-                raise ConfigError(
-                    f"--engine-profile-out requires --role aggregated, got {options.role}; it needs prefill and decode"
-                )
         system: ProfiledSystem = find_system(options.url.rstrip("/"), headers, options.model, options.worker)
         settings = ProfileSettings(
             model=system.model,
@@ -86,10 +77,7 @@ def run_profile(options: ProfileRunCommand) -> None:
             repeats=options.repeats,
             output_tokens=options.output_tokens,
         )
-        profile = measure_all(system, open_profile(options.out, settings), options.out, options.timeout_s)
-        show(profile)
-        if options.engine_profile_out is not None:
-            write_engine_profile(profile, options.max_num_batched_tokens, options.engine_profile_out)
+        show(measure_all(system, open_profile(options.out, settings), options.out, options.timeout_s))
 
 
 def _numbers(option: str, text: str, most: int) -> tuple[int, ...]:
@@ -215,26 +203,6 @@ def show(profile: MeasuredProfile) -> None:
         console.print(_table("decode", ("context", "concurrency", "itl_ms", "tokens_per_s"), profile))
     for one in profile.left_out:
         console.print(f"left out: {one.point}: {one.reason}", markup=False)
-
-
-def write_engine_profile(profile: MeasuredProfile, batched_tokens: int, out: Path) -> None:
-    """Fit an engine profile to the points and write it. Raises ConfigError if there are too few points."""
-    from forebay.simulate.profiles.fitting import fit_measured  # noqa: PLC0415 - an extra, which takes 1 s to import
-
-    found = fit_measured(profile.prefill, profile.decode, batched_tokens)
-    name = profile.settings.worker or profile.settings.model
-    errors = (f"{stage} {p50:.1%} / {p90:.1%}" for stage, (p50, p90) in zip(("TTFT", "ITL"), found[2:], strict=True))
-    write_fitted_profile(
-        Profile(
-            timing=found.timing,
-            sizes=EngineSizes(max_num_batched_tokens=batched_tokens),
-            name=f"{name}, measured",
-            source="forebay profile run",
-            work_us=found.work_us,
-        ),
-        f"relative errors against the measured points, p50 / p90: {', '.join(errors)}",
-        out,
-    )
 
 
 def _table(stage: str, columns: tuple[str, ...], profile: MeasuredProfile) -> Table:

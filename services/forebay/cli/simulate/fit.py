@@ -4,7 +4,8 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 
-from forebay.cli.common.engine_profile import write_fitted_profile
+import click
+
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording
 from forebay.cli.policies.allowed import allowed_policies
@@ -12,10 +13,11 @@ from forebay.cli.simulate.against import observed_history
 from forebay.cli.simulate.command import FitCommand
 from forebay.events.fleet import WorkerJoined, WorkerSpec
 from forebay.events.snapshots import WorkerState
+from forebay.processes.notices import complain
 from forebay.replay.observed_history import ObservedHistory, ObservedRequest
 from forebay.runtime.errors import ConfigError
 from forebay.simulate.profiles.fitting import EngineRun, FitImpossible, TimedRequest, TimingFit, fit
-from forebay.simulate.profiles.profile import EngineSizes, Profile
+from forebay.simulate.profiles.profile import EngineSizes, Profile, write_linear
 
 OF = {
     "step": "per step",
@@ -58,7 +60,16 @@ def run_fit(options: FitCommand) -> None:
         work_us=found.work_us,
     )
     title = f"fitted to {found.fitted} requests of {options.log.name} on {len(runs)} ranks of {spec.engine}"
-    write_fitted_profile(profile, "\n".join([title, *_lines(found), *left_out]), options.out)
+    notes = "\n".join([title, *_lines(found), *left_out])
+    complain(notes)
+    text = write_linear(profile, notes)
+    if options.out is None:
+        click.echo(text, nl=False)
+        return
+    try:
+        options.out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fail(f"{options.out}: {error.strerror}")
 
 
 def _lines(found: TimingFit) -> Sequence[str]:

@@ -20,8 +20,6 @@ from scipy.optimize import least_squares, nnls
 
 from forebay.engine_model.timing import LinearTiming
 from forebay.events.fleet import WorkerSpec
-from forebay.events.scaling import DecodePoint, PrefillPoint
-from forebay.runtime.errors import ConfigError
 
 COSTS = LinearTiming.__struct_fields__
 NAMES = (*COSTS, "work")  # work: time outside the engine, which is part of every TTFT
@@ -38,9 +36,6 @@ OUTLIER = 0.05  # relative errors far above this hardly count
 SHRINK = 1e-4  # weak regularization: of indistinguishable solutions, take the smallest
 
 Vector = NDArray[np.float64]
-Errors = tuple[float, float]  # p50 and p90 of relative errors
-POINTS_MIN = 3  # per stage; two points would fit any line
-US_PER_MS = 1_000.0
 
 
 class FitImpossible(Exception):
@@ -252,18 +247,6 @@ def _prefill(
     return done
 
 
-def fitted(rows: Vector, times_us: Vector, first: int) -> tuple[list[float], Errors, Errors]:
-    """Return the costs that explain times best, and the errors of the `first` times and of the others.
-
-    `rows` has the amount of each kind of work, in columns, for each time.
-    """
-    shares = rows / times_us[:, None]
-    costs = regression(shares)
-    errors = np.abs(shares @ costs - 1.0)
-    ends, others = (tuple(map(float, np.percentile(part, (50, 90)))) for part in (errors[:first], errors[first:]))
-    return list(map(float, costs)), (ends[0], ends[1]), (others[0], others[1])
-
-
 def regression(shares: Vector) -> Vector:
     """Return the non-negative cost of each column that explains the observed times best, robust to outliers.
 
@@ -282,38 +265,3 @@ def regression(shares: Vector) -> Vector:
         )  # fmt: skip
         x = np.asarray(found.x)
     return np.asarray(x / units)
-
-
-class MeasuredTiming(NamedTuple):
-    """Linear timing fitted to measured points."""
-
-    timing: LinearTiming
-    work_us: int  # microseconds of a request outside of the engine's steps
-    prefill: Errors  # of the times to first token
-    decode: Errors  # of the inter-token latencies
-
-
-def fit_measured(prefill: Sequence[PrefillPoint], decode: Sequence[DecodePoint], batched_tokens: int) -> MeasuredTiming:
-    """Return the linear timing with the smallest errors over all points. Raises ConfigError for too few points.
-
-    A step has at most `batched_tokens` tokens, by which long prompts are divided.
-    """
-    for stage, points in (("prefill", prefill), ("decode", decode)):
-        if len(points) < POINTS_MIN:
-            text = f"an engine profile requires {POINTS_MIN} points of each stage, got {len(points)} of {stage}"
-            raise ConfigError(text)
-    rows = np.array([*(_prompt(one, batched_tokens) for one in prefill), *map(_decoding, decode)], dtype=np.float64)
-    times = np.array([*(one.ttft_ms for one in prefill), *(one.itl_ms for one in decode)]) * US_PER_MS
-    (*costs, work), of_prefill, of_decode = fitted(rows, times, len(prefill))
-    timing = LinearTiming(**dict(zip(LinearTiming.__struct_fields__, costs, strict=True)))
-    return MeasuredTiming(timing, round(work), of_prefill, of_decode)
-
-
-def _prompt(point: PrefillPoint, batched_tokens: int) -> tuple[float, ...]:
-    """Return the amounts of work of a prompt alone: steps, tokens, attended pairs, and the request itself."""
-    steps = -(-point.isl // batched_tokens)
-    return (steps, point.isl, point.isl * (point.isl + 1) / 2, 0, 0, 0, 1)
-
-
-def _decoding(point: DecodePoint) -> tuple[float, ...]:
-    return (1, 0, 0, 1, point.concurrency, point.concurrency * point.context, 0)
