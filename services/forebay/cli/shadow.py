@@ -4,7 +4,7 @@ import asyncio
 import re
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from typing import TextIO
 
 import click
@@ -21,17 +21,15 @@ from forebay.cli.policies.alternative import Alternative
 from forebay.events.base import hex_digest
 from forebay.events.codec import encode
 from forebay.events.shadow import ShadowEvent
-from forebay.events.topics import DECISIONS, SHADOW
+from forebay.events.topics import SHADOW
 from forebay.live.shadow.shadow import Shadow, ShadowMetrics, ShadowSettings, ShadowSink, TopicSink
 from forebay.live.standby import RecoveryDiverged
 from forebay.processes.metrics_server import metrics_served, process_registry
 from forebay.processes.service import until_signal
-from forebay.transport.kafka.position import KafkaPosition
 from forebay.transport.kafka.topics import count_topics
 from forebay.transport.sqlite.log import SqliteLog
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-SHADOW_GROUP = "shadow-"  # followed by the shadow's name: the consumer group for its position
 SUMMARY_S = 10.0  # seconds between two summary lines on stderr, if there were new decisions
 
 
@@ -105,20 +103,13 @@ def _summary(shadow: Shadow) -> str:
 @asynccontextmanager
 async def _opened(recording: Recording, settings: ShadowSettings, printed_to: TextIO | None) -> AsyncIterator[Shadow]:
     """Open a shadow with its log and its sink."""
-    async with AsyncExitStack() as stack:
-        if recording.kafka is None:
-            log, partition = await stack.enter_async_context(recording.opened(settings.custom))
-            if isinstance(log, SqliteLog) and log.recording is not None:
-                fail(f"{recording.name} is a recording, which does not grow; use forebay replay diff instead")
-            yield Shadow(log, partition, settings, PrintingSink(None, printed_to))
-            return
-        kafka = recording.settings()
-        await count_topics(kafka)  # a cluster of an earlier version may lack topic `shadow`
-        log, partition = await stack.enter_async_context(recording.opened(settings.custom))
-        sink = PrintingSink(TopicSink(log, partition, settings.name), printed_to)
-        position = await KafkaPosition.open(kafka, DECISIONS.name, partition, SHADOW_GROUP + settings.name)
-        stack.push_async_callback(position.close)
-        yield Shadow(log, partition, settings, sink, position.update)
+    if recording.kafka is not None:
+        await count_topics(recording.settings())  # a cluster of an earlier version may lack topic `shadow`
+    async with recording.opened(settings.custom) as (log, partition):
+        if isinstance(log, SqliteLog) and log.recording is not None:
+            fail(f"{recording.name} is a recording, which does not grow; use forebay replay diff instead")
+        kept = None if recording.kafka is None else TopicSink(log, partition, settings.name)
+        yield Shadow(log, partition, settings, PrintingSink(kept, printed_to))
 
 
 def _text(chosen: Alternative) -> str:

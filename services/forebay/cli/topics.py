@@ -11,7 +11,6 @@ from forebay.cli.command import TopicsCreateCommand, TopicsListCommand, TopicsTa
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording, Source, kafka_log
 from forebay.cli.common.tables import print_table
-from forebay.cli.shadow import SHADOW_GROUP
 from forebay.events.names import unknown_name
 from forebay.events.topics import DECISIONS
 from forebay.journal.start import recorded_view
@@ -28,7 +27,7 @@ from forebay.transport.sqlite.log import SqliteLog
 FOLLOW_S = 0.2
 PAGE = 500
 HEARTBEAT_WAIT_S = 3.0  # standbys write every second; allow two to be late
-READ_BY = ("router", "kafka-api")  # names of consumer groups, without namespace; each shadow has a group, too
+READ_BY = ("router", "kafka-api")  # names of consumer groups, without namespace
 
 
 def run_create(options: TopicsCreateCommand) -> None:
@@ -137,11 +136,7 @@ async def _lags(settings: KafkaSettings) -> tuple[list[tuple[str, str, int, int]
         admin = AIOKafkaAdminClient(**settings.client_options())
         stack.push_async_callback(admin.close)
         await admin.start()
-        groups = sorted(name for name, *_ in await admin.list_consumer_groups())
-        shadows = [
-            name.removeprefix(settings.topic("")) for name in groups if name.startswith(settings.topic(SHADOW_GROUP))
-        ]
-        for group in (*READ_BY, *shadows):
+        for group in READ_BY:
             offsets = await admin.list_consumer_group_offsets(settings.topic(group))
             for place, committed in sorted(offsets.items()):
                 topic = place.topic.removeprefix(settings.topic(""))

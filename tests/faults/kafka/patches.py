@@ -15,7 +15,7 @@ from aiokafka.structs import TopicPartition
 
 from forebay import runtime
 from forebay.transport.base import Draft
-from forebay.transport.kafka import group, log, position, reader, replies, writer
+from forebay.transport.kafka import group, log, reader, replies, writer
 from forebay.transport.kafka.producer import Producer
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.wire import Channel, Wire
@@ -72,7 +72,6 @@ REPLACED: tuple[tuple[ModuleType, str, object], ...] = (
     (group, "AIOKafkaAdminClient", FakeAdmin),
     (group, "DenseConsumer", FakeConsumer),
     (reader, "DenseConsumer", FakeConsumer),
-    (position, "AIOKafkaConsumer", FakeConsumer),
 )
 
 

@@ -6,14 +6,14 @@ of that choice. A restarted shadow continues after the last decision in its sink
 decision. At a snapshot every derived choice is also journalled, so no decision is emitted twice or skipped.
 
 The position of a shadow is a state, which a committed offset could not restore and a rebalance would discard. A shadow
-therefore reads partitions without a consumer group. It commits offsets only for tools that show the lag.
+therefore reads partitions without a consumer group.
 """
 
 import asyncio
 import logging
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -174,12 +174,10 @@ class Shadow:
         partition: int,
         settings: ShadowSettings,
         sink: ShadowSink,
-        on_position: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         self._log = log
         self._partition = partition
         self._sink = sink
-        self._on_position = on_position
         self._stopping = asyncio.Event()
         self._observer = _ChoiceObserver(settings)
         self._standby = Standby(log, partition, self._observer, settings.custom)
@@ -255,8 +253,6 @@ class Shadow:
             await self._sink.write(batch)
             for event in batch:
                 self.statistics.add(event)
-        if self._on_position is not None:
-            await self._on_position(self.position)
 
     async def _offset_after(self, last: ShadowEvent | None) -> int:
         settings = self.settings
