@@ -6,10 +6,10 @@ The workloads are generated from a seed (`tests.simulate.pressure_traces`). The 
 import argparse
 
 from forebay.simulate.outcome import summary
-from forebay.simulate.settings import engine_config, one_pool, policy
+from forebay.simulate.settings import engine_config, policy
 from forebay.simulate.simulation import Simulation
 from tests.simulate.pressure_traces import PRESSURES, Pressure
-from tests.simulate.scene import played
+from tests.simulate.scene import one_pool, played
 
 POLICIES = ("round-robin", "kv:eviction_weight=0", "kv")
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from forebay.analysis.runs import SimulationRun
 from forebay.events.control import RouterConfig
 from forebay.simulate.outcome import RequestOutcome, RequestOutcomes, SimulationOutcome, UtilizationTimeline, summary
-from forebay.simulate.settings import engine_config, one_pool
+from forebay.simulate.settings import engine_config
+from tests.simulate.scene import one_pool
 
 SEED = 20_262
 BIN_US = 1_000_000
@@ -61,9 +62,9 @@ def _served(number: int, workers: int, slower: float, reuse: float, failed: bool
 def _timeline(served: Sequence[RequestOutcome], workers: int, held: bool) -> UtilizationTimeline:
     bins = max((one.last_us for one in served), default=-1) // BIN_US + 1
     line = UtilizationTimeline(BIN_US)
-    for name in ("arrived", "finished", "prompt_tokens", "cached_tokens", "queued", "workers"):
+    for name in ("arrived", "prompt_tokens", "cached_tokens", "queued", "workers"):
         setattr(line, name, [0] * bins)
-    for name in ("computed", "running", "waiting", "blocks_used"):
+    for name in ("computed", "running", "waiting"):
         setattr(line, name, [[0] * bins for _ in range(workers)])
     line.workers = (
         [workers if at != bins // 2 else workers - 1 for at in range(bins)] if workers > 1 else [workers] * bins
@@ -75,11 +76,9 @@ def _timeline(served: Sequence[RequestOutcome], workers: int, held: bool) -> Uti
         at = one.first_us // BIN_US
         line.prompt_tokens[at] += one.prompt_tokens
         line.cached_tokens[at] += one.cached_tokens
-        line.finished[one.last_us // BIN_US] += 1
         line.computed[one.worker][at] += one.prompt_tokens - one.cached_tokens
         for when in range(one.arrived_us // BIN_US, one.last_us // BIN_US + 1):
             line.running[one.worker][when] += 1
             line.waiting[one.worker][when] += when < at
-            line.blocks_used[one.worker][when] += one.prompt_tokens // 64
             line.queued[when] += held and when < at
     return line

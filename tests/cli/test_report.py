@@ -23,13 +23,13 @@ from forebay.cli.simulate.report.page import RUNS_MAX, page, require_report, wri
 from forebay.cli.simulate.report.words import duration
 from forebay.events.control import RouterConfig
 from forebay.simulate.outcome import RequestOutcome, RequestOutcomes, SimulationOutcome, summary
-from forebay.simulate.settings import engine_config, one_pool
+from forebay.simulate.settings import engine_config
 from forebay.simulate.slo import Slo, goodput
 from tests.cli.outcomes import run
 from tests.cli.report_page import HOSTILE, Page
 from tests.harness import fork_server
 from tests.harness.browser import Opened, opened
-from tests.simulate.scene import conversations, write
+from tests.simulate.scene import conversations, one_pool, write
 
 pytestmark = pytest.mark.timeout(180)
 

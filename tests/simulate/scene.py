@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from forebay.core.routing.policies import RoutingRequest, RoutingWorld
+from forebay.engine_model.model import EngineConfig
 from forebay.events.decisions import JournalRecord, RequestRouted
 from forebay.events.scaling import (
     DecodePoint,
@@ -37,6 +38,11 @@ from forebay.simulate.simulation import Simulation
 from forebay.simulate.tiers.settings import FleetTiers, HostTier, StoreTier
 from forebay.simulate.workload import Survey, Turn
 from forebay.simulate.workloads.rows import BLOCK_TOKENS, MooncakeRow
+
+
+def one_pool(workers: int, engine: EngineConfig, *, seed: int = 0) -> Settings:
+    """Return settings with one pool of identical workers, without delays, failures or scale-up."""
+    return Settings(pools=(PoolSettings(groups=(WorkerGroup(count=workers, engine=engine),)),), seed=seed)
 
 
 class LeastUsed:

@@ -208,7 +208,7 @@ def test_a_dead_worker_is_idle_in_the_timeline() -> None:
     found = run(fleet(2, life), turn(0, PROMPT, 9_999), turn(1, at_us=20 * S)).timeline
     after = 2 * S // found.bin_us + 1
     assert found.running[0][after - 2] == 1
-    assert {*found.running[0][after:], *found.waiting[0][after:], *found.blocks_used[0][after:]} == {0}
+    assert {*found.running[0][after:], *found.waiting[0][after:]} == {0}
 
 
 def test_a_random_failure_time_applies_to_one_process_only() -> None:

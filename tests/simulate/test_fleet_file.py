@@ -1,4 +1,4 @@
-"""Fleet files: settings, errors that name file and key, and pools with grids, canaries and drains."""
+"""Fleet files: settings, errors that name file and key, and pools with grids."""
 
 from pathlib import Path
 
@@ -142,8 +142,6 @@ target_max_ms = 1000
 pools = [{ pool = "short", priority = 0 }, { pool = "long", priority = 1 }]
 cells = [["short"], ["long"]]
 """
-CANARY = "[[canaries]]\npool = 'long'\nbase = 'short'\nshare = 0.5\nat_s = 10\nend_s = 20\n"
-DRAIN = "[[drains]]\npool = 'short'\nat_s = 30\nend_s = 40\n"
 POOL = "[[pools]]\nworkers = [{count = 3}]\n"
 
 
@@ -209,7 +207,7 @@ POOL = "[[pools]]\nworkers = [{count = 3}]\n"
         ("delays = 'slow'\n" + POOL, "delays: unknown delay profile 'slow'; delay profiles are: none, embedded, kafka"),
         (POOL + "[delays]\nwork = {fixed_ms = -1}", "delays.work.fixed_ms: expected float >= 0"),
         (
-            POOLS.replace('name = "long"', 'name = "long"\nrole = "decode"') + DRAIN,
+            POOLS.replace('name = "long"', 'name = "long"\nrole = "decode"'),
             "pools[1].model: pools 'short' and 'long' both serve model 'simulated'; remove one of them",
         ),
         (
@@ -224,11 +222,6 @@ POOL = "[[pools]]\nworkers = [{count = 3}]\n"
         ),
         (POOLS + GRID.replace("isl_max", "isl_mx"), "models[0].grids[0]: unknown key 'isl_mx'; did you mean isl_max?"),
         (POOLS + GRID.replace("2048", "0"), "models[0].grids[0]: isl_max is 0; it must be above isl_min, 0"),
-        (POOLS + GRID + CANARY.replace("long", "x"), "canaries.pool: unknown pool 'x'; pools are: short, long"),
-        (POOLS + GRID + CANARY.replace("'short'", "'long'"), "canaries.base: unknown pool 'long'; pools are: short"),
-        (POOLS + GRID + CANARY.replace("0.5", "2"), "canaries[0].share: expected float <= 1.0"),
-        (POOLS + GRID + DRAIN.replace("40", "30"), "drains[0].end_s: got 30; it must be above at_s, 30"),
-        (POOLS + GRID + DRAIN.replace("short", "x"), "drains.pool: unknown pool 'x'; pools are: short, long"),
     ],
 )
 def test_errors_name_file_and_key(tmp_path: Path, text: str, reason: str) -> None:
@@ -245,7 +238,7 @@ def test_error_names_an_unreadable_file(tmp_path: Path) -> None:
         load_fleet(tmp_path / "x.toml")
 
 
-# Several pools of one model: grids, canaries and drains at scheduled times
+# Several pools of one model
 
 
 S = 1_000_000
@@ -255,12 +248,6 @@ def run_file(folder: Path, text: str, *turns: Turn) -> SimulationOutcome:
     outcome = run(load(folder, text), *turns)
     assert not outcome.requests.failures
     return outcome
-
-
-def pools_of(outcome: SimulationOutcome, begin_s: float, end_s: float) -> set[str]:
-    """Return the pools of the requests that arrived in a period."""
-    found = (one for one in outcome.requests if begin_s * S <= one.arrived_us < end_s * S)
-    return {outcome.pools[one.worker] for one in found if one.worker is not None}
 
 
 def test_requests_follow_the_grid_and_the_summary_counts_them_by_pool(tmp_path: Path) -> None:
@@ -275,19 +262,6 @@ def test_requests_follow_the_grid_and_the_summary_counts_them_by_pool(tmp_path: 
     assert by_pool["long"]["prefix_reuse"] == sum(cached) / (4 * 2048) > 0.5
     assert by_pool["short"]["prefix_reuse"] == 0.0
     assert by_pool["short"]["ttft_ms"]["mean"] == (outcome.requests[4].first_us - 9 * S) / 1e3
-
-
-def test_a_canary_and_a_drain_apply_between_their_start_and_end(tmp_path: Path) -> None:
-    turns = [turn(number, 64, at_us=number * S // 4) for number in range(200)]
-    outcome = run_file(tmp_path, POOLS + GRID + CANARY + DRAIN, *turns)
-    assert pools_of(outcome, 0, 10) == {"short"}
-    assert pools_of(outcome, 10, 20) == {"short", "long"}
-    assert pools_of(outcome, 20, 30) == {"short"}
-    assert pools_of(outcome, 30, 40) == {"long"}
-    assert pools_of(outcome, 40, 50) == {"short"}
-    decisions = routed(load(tmp_path, POOLS + GRID + CANARY + DRAIN), *turns).values()
-    reasons = {decision.pools[0].reason for decision in decisions}
-    assert reasons == {"grid", "canary"}
 
 
 def test_a_model_with_one_pool_has_no_summary_by_pool(tmp_path: Path) -> None:

@@ -17,14 +17,13 @@ from forebay.simulate.settings import (
     WorkerFault,
     WorkerStart,
     engine_config,
-    one_pool,
     policy,
 )
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.workload import Turn
 from tests.depth import examples
 from tests.simulate.pressure_traces import PRESSURES, Pressure
-from tests.simulate.scene import INTERVAL_S, S, comparable, fleet, planning, played, run, split, turn, wave
+from tests.simulate.scene import INTERVAL_S, S, comparable, fleet, one_pool, planning, played, run, split, turn, wave
 
 SLOW = {"max_num_batched_tokens": 512, "max_num_seqs": 8}
 

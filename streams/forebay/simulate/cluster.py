@@ -452,7 +452,6 @@ class SimulatedCluster:
         self._expired_leases.discard(request_id)
         self.requests.put(request.place, request.served)
         self.lasted_us = max(self.lasted_us, at_us)
-        self._recorder.finished += 1
         self._arrivals.ended(request.number, at_us)
 
     def _arrival_us(self, hops: Hops) -> int:

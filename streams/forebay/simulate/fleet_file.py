@@ -4,7 +4,6 @@ docs/simulate.md documents the format. Times in the file are in seconds, delays 
 """
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,9 +26,7 @@ from forebay.simulate.settings import (
     LifeCycleSettings,
     LifeTimes,
     PoolRole,
-    PoolRuleChange,
     PoolSettings,
-    RoutedPools,
     Seconds,
     Settings,
     SettingsUnusable,
@@ -98,17 +95,6 @@ class _Start(_Table, frozen=True, kw_only=True):
     count: Count = 1
 
 
-class _Drain(_Table, frozen=True, kw_only=True):
-    pool: str
-    at_s: Seconds = 0.0
-    end_s: Seconds | None = None
-
-
-class _Canary(_Drain, frozen=True, kw_only=True):
-    base: Annotated[str, msgspec.Meta(min_length=1)]
-    share: Annotated[float, msgspec.Meta(ge=0, le=1)]
-
-
 class _File(_Table, frozen=True, kw_only=True):
     pools: tuple[_Pool, ...]
     delays: str | _Delays = _Delays()
@@ -118,8 +104,6 @@ class _File(_Table, frozen=True, kw_only=True):
     faults: tuple[_Fault, ...] = ()
     starts: tuple[_Start, ...] = ()
     models: tuple[ModelRouting, ...] = ()
-    canaries: tuple[_Canary, ...] = ()
-    drains: tuple[_Drain, ...] = ()
 
 
 def load_fleet(path: Path) -> Settings:
@@ -190,24 +174,8 @@ def _fleet(described: _File, folder: Path) -> Settings:
         ),
         transfer=described.transfer,
         tiers=described.tiers,
-        rules=RoutedPools(models=described.models, changes=tuple(_changes(described))),
+        model_rules=described.models,
     )
-
-
-def _changes(described: _File) -> Iterator[PoolRuleChange]:
-    """Yield the starts and ends of the canaries and drains."""
-    canaries = [(f"canaries[{at}]", one) for at, one in enumerate(described.canaries)]
-    for where, one in [*canaries, *((f"drains[{at}]", one) for at, one in enumerate(described.drains))]:
-        at_us = round(one.at_s * US_PER_S)
-        canary = one if isinstance(one, _Canary) else None
-        if canary:
-            yield PoolRuleChange(at_us=at_us, pool=canary.pool, base=canary.base, share=canary.share)
-        else:
-            yield PoolRuleChange(at_us=at_us, pool=one.pool, drained=True)
-        if one.end_s is not None:
-            if one.end_s <= one.at_s:
-                raise ConfigError(f"{where}.end_s: got {one.end_s:g}; it must be above at_s, {one.at_s:g}")
-            yield PoolRuleChange(at_us=round(one.end_s * US_PER_S), pool=one.pool, base="" if canary else None)
 
 
 def _group(one: _Workers, folder: Path, where: str) -> WorkerGroup:

@@ -133,7 +133,6 @@ class UtilizationTimeline:
 
     bin_us: int = 1_000_000  # width of a bin in microseconds. The first bin begins at time 0.
     arrived: list[int] = field(default_factory=list)
-    finished: list[int] = field(default_factory=list)  # requests that completed or failed in the bin
     # Prompt tokens of the requests whose prefill ended in the bin.
     prompt_tokens: list[int] = field(default_factory=list)
     cached_tokens: list[int] = field(default_factory=list)  # the part of `prompt_tokens` that was found in the cache
@@ -143,7 +142,6 @@ class UtilizationTimeline:
     running: list[list[int]] = field(default_factory=list)  # per worker, running sequences at the end of the bin
     # Per worker, sequences waiting in the engine at the end of the bin.
     waiting: list[list[int]] = field(default_factory=list)
-    blocks_used: list[list[int]] = field(default_factory=list)  # per worker, KV blocks in use at the end of the bin
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,24 +164,6 @@ class LifeCycleSettings(LifeTimes, frozen=True, kw_only=True):
     starts: tuple[WorkerStart, ...] = ()
 
 
-class PoolRuleChange(msgspec.Struct, frozen=True, kw_only=True):
-    """Scheduled change of the rules for a pool: the start or end of a canary or drain."""
-
-    at_us: Time
-    pool: str
-    # For a canary, the pool whose requests it gets; empty if its canary ends. None for a drain.
-    base: str | None = None
-    share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0  # share of these requests, from 0 to 1
-    drained: bool = False
-
-
-class RoutedPools(msgspec.Struct, frozen=True, kw_only=True):
-    """Rules for the choice of pools, and their changes during a simulation."""
-
-    models: tuple[ModelRouting, ...] = ()
-    changes: tuple[PoolRuleChange, ...] = ()  # starts and ends of canaries and drains
-
-
 class SettingsUnusable(ConfigError):
     """A setting contradicts another one. `where` is its path, such as `life.faults[0].worker`."""
 
@@ -200,7 +182,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     transfer: Transfer = Transfer()  # time that KV transfers between workers take
     # Host memory, disks and shared stores; None for none, except those of engine profiles.
     tiers: FleetTiers | None = None
-    rules: RoutedPools = RoutedPools()  # rules by which requests are routed to the pools of a model
+    model_rules: tuple[ModelRouting, ...] = ()  # rules by which requests are routed to the pools of a model
     # Seconds that a client waits for its response.
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=TIMEOUT_S_MAX)] = TIMEOUT_S_MAX
     seed: int = 0  # seed for sampling and tie-breaking
@@ -240,7 +222,7 @@ def validate_settings(settings: Settings) -> None:
             except TierUnusable as error:
                 raise SettingsUnusable(f"tiers.{error.tier}", error.reason) from None
         names[pool.name] = at
-    require_pools(settings.pools, settings.rules)
+    require_pools(settings.pools, settings.model_rules)
     if settings.workers_ever > WORKERS_MAX:
         raise SettingsUnusable("pools", f"got {settings.workers_ever} workers; the maximum is {WORKERS_MAX}")
     for at, start in enumerate(settings.life.starts):
@@ -258,13 +240,11 @@ def tiers_of(settings: Settings, group: WorkerGroup) -> FleetTiers:
     return (settings.tiers or FleetTiers()).of(group.tiers)
 
 
-def require_pools(pools: tuple[PoolSettings, ...], rules: RoutedPools) -> None:
+def require_pools(pools: tuple[PoolSettings, ...], rules: tuple[ModelRouting, ...]) -> None:
     """Check the roles, block sizes and rules of the pools of each model."""
     _require_rules(pools, rules)
     first: dict[tuple[str, bool], PoolSettings] = {}
-    ruled = {model.name for model in rules.models} | {
-        pool.model for pool in pools for change in rules.changes if change.pool == pool.name
-    }
+    ruled = {model.name for model in rules}
     for at, pool in enumerate(pools):
         other = first.setdefault((pool.model, pool.role == "prefill"), pool)
         if other is not pool and (other.role != pool.role or pool.model not in ruled):
@@ -284,25 +264,18 @@ def require_pools(pools: tuple[PoolSettings, ...], rules: RoutedPools) -> None:
             raise SettingsUnusable(f"pools[{at}].workers[0].block_size", reason)
 
 
-def _require_rules(pools: tuple[PoolSettings, ...], rules: RoutedPools) -> None:
+def _require_rules(pools: tuple[PoolSettings, ...], rules: tuple[ModelRouting, ...]) -> None:
     """Check that the rules name pools of the fleet."""
-    models = {pool.name: pool.model for pool in pools}
-    for at, model in enumerate(rules.models):
-        if model.name not in models.values():
-            raise SettingsUnusable(f"models[{at}].name", unknown_name("model", model.name, sorted({*models.values()})))
+    models = sorted({pool.model for pool in pools})
+    for at, model in enumerate(rules):
+        if model.name not in models:
+            raise SettingsUnusable(f"models[{at}].name", unknown_name("model", model.name, models))
         for grid_at, grid in enumerate(model.grids):
             known = [pool.name for pool in pools if (pool.model, pool.role) == (model.name, grid.role)]
             for name in (one.pool for one in grid.pools):
                 if name not in known:
                     where = f"models[{at}].grids[{grid_at}].pools"
                     raise SettingsUnusable(where, unknown_name(f"{grid.role} pool", name, known))
-    for change in rules.changes:
-        where = "drains" if change.base is None else "canaries"
-        if change.pool not in models:
-            raise SettingsUnusable(f"{where}.pool", unknown_name("pool", change.pool, models))
-        known = [name for name, model in models.items() if model == models[change.pool] and name != change.pool]
-        if change.base and change.base not in known:
-            raise SettingsUnusable(f"{where}.base", unknown_name("pool", change.base, known))
 
 
 def worker_id(number: int) -> str:
@@ -341,11 +314,6 @@ def engine_config(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )
-
-
-def one_pool(workers: int, engine: EngineConfig, *, seed: int = 0) -> Settings:
-    """Return settings with one pool of identical workers, without delays, failures or scale-up."""
-    return Settings(pools=(PoolSettings(groups=(WorkerGroup(count=workers, engine=engine),)),), seed=seed)
 
 
 def policy(text: str) -> RouterConfig:

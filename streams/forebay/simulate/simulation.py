@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from sys import intern
 from typing import cast
 
@@ -15,7 +14,7 @@ from forebay.core.world import World
 from forebay.events.base import U32_BYTES, U64_MASK
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.fleet import WorkerSpec
-from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured, PoolRule
+from forebay.events.pools import PoolRoutingConfigured
 from forebay.events.requests import NO_HINTS, RequestSubmitted, RoutingHints, Sampling
 from forebay.events.topics import CONTROL
 from forebay.events.versions import EVENTS_VERSION
@@ -27,7 +26,6 @@ from forebay.simulate.planned import PlannedCluster, PlannedFleet, Planning, req
 from forebay.simulate.rank import needs_reports
 from forebay.simulate.settings import (
     PoolRole,
-    PoolRuleChange,
     PoolSettings,
     Settings,
     WorkerGroup,
@@ -97,7 +95,8 @@ class Simulation:
             for _ in range(start.count):
                 self._processes.start_at(start.at_us, self._spec(pool, group), group)
         self._processes.plan_faults()
-        self._plan_rules()
+        for routed in settings.model_rules:
+            self.cluster.apply(CONTROL, PoolRoutingConfigured(model=intern(routed.name), routing=routed.routing))
         if self._planned is not None:
             self._planned.begin()
 
@@ -129,16 +128,6 @@ class Simulation:
     def _new(self, pool: PoolSettings) -> tuple[WorkerSpec, WorkerGroup]:
         return self._spec(pool, pool.groups[0]), pool.groups[0]
 
-    def _plan_rules(self) -> None:
-        """Apply the rules for the choice of pools, and schedule their changes."""
-        rules, models = self._settings.rules, {pool.name: intern(pool.model) for pool in self._settings.pools}
-        for model in rules.models:
-            event = PoolRoutingConfigured(model=intern(model.name), routing=model.routing)
-            self.cluster.apply(CONTROL, event)
-        for change in sorted(rules.changes, key=lambda change: change.at_us):
-            at_us, apply = change.at_us, partial(self.cluster.apply, CONTROL, _rule(change, models[change.pool]))
-            self.cluster.at(at_us, apply) if at_us else apply()
-
     def _spec(self, pool: PoolSettings, group: WorkerGroup) -> WorkerSpec:
         return WorkerSpec(
             worker_id=worker_id(len(self._processes.workers)),
@@ -167,12 +156,6 @@ class Simulation:
             sampling=Sampling(max_tokens=turn.output_tokens, ignore_eos=True),
             routing=RoutingHints(session_id=turn.session_id) if turn.session_id else NO_HINTS,
         )
-
-
-def _rule(change: PoolRuleChange, model: str) -> PoolRule:
-    if change.base is None:
-        return PoolDrainSet(model=model, pool=change.pool, drained=change.drained)
-    return PoolCanarySet(model=model, pool=change.pool, base=change.base, share=change.share)
 
 
 def _role(pool: PoolSettings) -> PoolRole:

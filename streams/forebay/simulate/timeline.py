@@ -9,7 +9,7 @@ from forebay.simulate.rank import EngineRank
 BINS_MAX = 400  # the maximum width of a chart; even, so that bins can be merged in pairs
 FIRST_BIN_US = 10_000
 
-OF_WORKERS = ("computed", "running", "waiting", "blocks_used")
+OF_WORKERS = ("computed", "running", "waiting")
 NO_LOAD = EngineLoad(0, 0, 0, 0)  # load of a worker that has not joined yet
 
 
@@ -21,7 +21,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.end_us = FIRST_BIN_US
-        self.arrived = self.finished = 0
+        self.arrived = 0
         self._timeline = UtilizationTimeline(bin_us=FIRST_BIN_US)
         self._prompt_tokens = self._cached_tokens = 0
         self._computed: dict[int, int] = {}
@@ -51,7 +51,6 @@ class Recorder:
         timeline = self._timeline
         before = len(timeline.arrived)
         timeline.arrived.append(self.arrived)
-        timeline.finished.append(self.finished)
         timeline.prompt_tokens.append(self._prompt_tokens)
         timeline.cached_tokens.append(self._cached_tokens)
         timeline.queued.append(queued)
@@ -64,8 +63,7 @@ class Recorder:
             load = ranks[number].load if number in ranks else NO_LOAD
             timeline.running[number].append(load.running)
             timeline.waiting[number].append(load.waiting)
-            timeline.blocks_used[number].append(load.kv_blocks_used)
-        self.arrived = self.finished = self._prompt_tokens = self._cached_tokens = 0
+        self.arrived = self._prompt_tokens = self._cached_tokens = 0
         self._computed.clear()
         self.end_us += timeline.bin_us
 
@@ -74,15 +72,13 @@ class Recorder:
         timeline = self._timeline
         if len(timeline.arrived) % 2:
             self.arrived += timeline.arrived.pop()
-            self.finished += timeline.finished.pop()
             self._prompt_tokens += timeline.prompt_tokens.pop()
             self._cached_tokens += timeline.cached_tokens.pop()
             for number, computed in enumerate(timeline.computed):
                 self._computed[number] = self._computed.get(number, 0) + computed.pop()
             for states in self._states():
                 states.pop()
-        sums = (timeline.arrived, timeline.finished, timeline.prompt_tokens, timeline.cached_tokens)
-        for counts in (*sums, *timeline.computed):
+        for counts in (timeline.arrived, timeline.prompt_tokens, timeline.cached_tokens, *timeline.computed):
             counts[:] = map(int.__add__, counts[::2], counts[1::2])
         for states in self._states():
             states[:] = states[1::2]
@@ -92,4 +88,4 @@ class Recorder:
     def _states(self) -> Iterable[list[int]]:
         """Return the lists with states at the ends of bins."""
         timeline = self._timeline
-        return (timeline.queued, timeline.workers, *timeline.running, *timeline.waiting, *timeline.blocks_used)
+        return (timeline.queued, timeline.workers, *timeline.running, *timeline.waiting)
