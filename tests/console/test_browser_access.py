@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("browser"), pyte
 
 LOGS = Path(__file__).parents[1] / "logs"
 RECORDING = "lost-workers"
-# Each recording. The tests on Kafka show each scheme at each width.
+# Each recording, and each scheme at each width.
 SHOWN = (
     (RECORDING, "light", 1_280),
     ("overload", "dark", 390),

@@ -87,6 +87,8 @@ def test_a_worker_is_drained_in_the_name_of_the_operator(system: tuple[Up, str, 
         expect(workers.get_by_role("row")).to_have_count(4)
         page.get_by_role("button", name="Actions").press("Enter")
         dialog = page.get_by_role("dialog", name="Change the running system")
+        expect(page.get_by_label("Worker", exact=True)).to_be_visible()
+        require_accessible(page, "actions")
         page.keyboard.press("Escape")
         expect(dialog).to_have_count(0)
         page.get_by_role("button", name="Actions").press("Enter")
@@ -96,6 +98,7 @@ def test_a_worker_is_drained_in_the_name_of_the_operator(system: tuple[Up, str, 
         assert commands(log) == []
         review_action(page, "Drain a worker", "alice", ADMIN_TOKEN, worker="mock-1")
         expect(dialog).to_contain_text(f"command drain, sent to worker mock-1 of {MODEL}, by alice")
+        require_accessible(page, "review of an action")
         confirm(dialog)
         expect(dialog).to_contain_text("mock-1: done")
         dialog.get_by_role("button", name="Close").press("Enter")

@@ -117,11 +117,11 @@ def start_planner(cluster: Cluster, name: str, settings: Mapping[str, object], p
     _start(cluster, name, settings, pool, "run", "--id", name)
 
 
-def start_supervisor(cluster: Cluster, name: str, *options: str, pool: str = POOL) -> None:
-    """Start a supervisor of mock workers of a pool with these options, whose state is in the folder of the cluster."""
-    command = [*cluster.command_of("worker"), "--pool", pool, *options]
+def start_supervisor(cluster: Cluster, name: str, *options: str) -> None:
+    """Start a supervisor of mock workers of the pool with these options. Its state is in the folder of the cluster."""
+    command = [*cluster.command_of("worker"), "--pool", POOL, *options]
     settings = {"actuator": "processes", "state": f"{name}-state"}
-    _start(cluster, name, settings, {"pool": pool, "command": command}, "supervise")
+    _start(cluster, name, settings, {"command": command}, "supervise")
 
 
 def _start(

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -48,21 +47,6 @@ async def until_sent(cluster: Cluster, action: str) -> None:
 async def status(cluster: Cluster, *options: str) -> tuple[int, dict[str, Any]]:
     code, out = await cluster.command("status", "status", *options, "--json", within_s=60)
     return code, json.loads(out)
-
-
-async def test_an_adapter_is_loaded_at_one_ingress_and_served_by_another(
-    cluster: Cluster, client: httpx.AsyncClient, tmp_path: Path
-) -> None:
-    assert (await complete(cluster, client, "i2", "sql")).status_code == 404
-    where = ["--lora", f"sql={tmp_path}", "--worker", "w2"]
-    assert await control(cluster, "adapters", "load", *where) == (0, {"w2": "done"})
-    for ingress in ("i2", "i1"):
-        answer = await complete(cluster, client, ingress, "sql")
-        assert answer.status_code == 200, answer.text
-        models = (await client.get(f"{cluster.urls[ingress]}/v1/models")).json()["data"]
-        assert [card["id"] for card in models] == [GROUP, "sql"]
-    assert await control(cluster, "adapters", "unload", "--lora", "sql") == (1, {"w1": "refused", "w2": "done"})
-    assert (await complete(cluster, client, "i2", "sql")).status_code == 404
 
 
 async def test_a_command_survives_the_death_of_its_owner(cluster: Cluster, client: httpx.AsyncClient) -> None:

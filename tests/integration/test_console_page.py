@@ -7,7 +7,7 @@ they are skipped with the reason, or fail if FOREBAY_REQUIRE_BROWSER=1.
 import asyncio
 import re
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -15,26 +15,21 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from forebay.events.control import PolicySet, WorkerCommanded
+from forebay.events.control import PolicySet
 from forebay.events.topics import CONTROL, Topic
 from tests.console.conftest import browser
 from tests.console.pages import (
-    CONTRAST,
-    LEVELS,
-    cells,
     confirm,
     expect_error,
     fleet_of,
     go,
     page_of,
     read,
-    require_accessible,
     review_action,
     wait_indexed,
     wait_until,
 )
 from tests.console.serving import TOKEN
-from tests.harness.browser import Scheme
 from tests.harness.cluster import GROUP, Cluster, Ownership
 from tests.harness.local import free_ports
 from tests.harness.scaling import start_planner, supervised
@@ -55,13 +50,6 @@ T = TypeVar("T")
 PLANNER = {"interval_s": 1.0, "method": "load", "min_observations": 1_000}
 POOL = {"max_size": 4, "startup_s": 0}
 REQUESTS = PROMPTS * ROUNDS
-# Widths and schemes, with axe's rules. Recordings show the light scheme at 390 px.
-SHOWN: tuple[tuple[int, Scheme, Sequence[str]], ...] = (
-    (1_280, "light", LEVELS),
-    (1_280, "dark", CONTRAST),
-    (390, "dark", LEVELS),
-)
-VIEWS = ("fleet", "requests", "time", "what-if", "scaling")
 
 
 class LoopThread:
@@ -216,21 +204,6 @@ def test_an_operator_changes_the_policy_of_a_pool(system: ConsoleSystem, browser
     assert [(one.operator, one.mode) for one in system.events(CONTROL, PolicySet)] == [("bob", "round-robin")]
 
 
-def test_an_operator_drains_a_worker(system: ConsoleSystem, browser: Browser) -> None:
-    system.cluster.processes["w3"].ends = True
-    with page_of(system.url, browser) as found:
-        dialog = review_action(found.page, "Drain a worker", "alice", system.cluster.admin_token, worker="w3")
-        expect(dialog).to_contain_text(f"command drain, sent to worker w3 of {GROUP}, by alice")
-        confirm(dialog)
-        expect(dialog).to_contain_text("w3: done")
-        dialog.get_by_role("button", name="Close").click()
-        expect(workers_of(found.page).get_by_role("row")).to_have_count(3)
-        assert sorted(cells(workers_of(found.page), "worker")) == ["w1", "w2"]
-        go(found.page, "/time")
-        expect(found.page.get_by_role("table", name="Markers")).to_contain_text("alice")
-    assert [one.operator for one in system.events(CONTROL, WorkerCommanded)] == ["alice"]
-
-
 def test_a_size_that_an_operator_sets_is_shown(system: ConsoleSystem, browser: Browser) -> None:
     system.forebay("size", "planner", "set", f"{GROUP}/default", "1", "--operator", "carol")
     with page_of(system.url, browser, "/scaling") as found:
@@ -257,28 +230,3 @@ def test_a_takeover_is_a_marker_and_a_missing_standby_a_problem(system: ConsoleS
         for at_us, owner in ((takeovers[-1]["at_us"], newest.router), (decided_us, before)):
             go(page, f"/fleet?at={at_us}")
             expect(page.get_by_role("main")).to_contain_text(f"{owner} owns group {GROUP}")
-
-
-def require_accessible_everywhere(page: Page, where: str) -> None:
-    """Require that a view is accessible and fits at each width and in each scheme."""
-    for width, scheme, rules in SHOWN:
-        page.set_viewport_size({"width": width, "height": 900})
-        page.emulate_media(color_scheme=scheme)
-        require_accessible(page, f"{where}, {width} px, {scheme}", rules)
-
-
-def test_every_view_and_the_actions_are_accessible(system: ConsoleSystem, browser: Browser) -> None:
-    row = read(system.url, "/v1/console/requests")["requests"][0]
-    state = read(system.url, "/v1/console")["state"]
-    middle_us = (state["begin_us"] + state["end_us"]) // 2
-    request = f"/requests/{row['number']}?id={row['request_id']}"
-    past = f"/time?a={state['begin_us']}&at={middle_us}"
-    with page_of(system.url, browser) as found:
-        for fragment in (request, past, *(f"/{view}" for view in VIEWS)):
-            go(found.page, fragment)
-            require_accessible_everywhere(found.page, fragment)
-        found.page.get_by_role("button", name="Actions").press("Enter")
-        expect(found.page.get_by_label("Worker", exact=True)).to_be_visible()
-        require_accessible_everywhere(found.page, "actions")
-        review_action(found.page, "Drain a worker", "dave", "token", worker="w1")
-        require_accessible_everywhere(found.page, "review of an action")

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from forebay.cli.app import app
 from forebay.events.request_ids import client_id_of
 from forebay.events.requests import RequestSubmitted
-from forebay.events.tokens import Embedded, ResponseEnded, ResponseError, Usage
+from forebay.events.tokens import Embedded, ResponseEnded, Usage
 from forebay.events.topics import OPENAI_REQUESTS, REQUESTS
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.replay.explain.explain import explain
@@ -99,17 +99,6 @@ async def test_a_response_has_the_id_of_the_header(scene: Scene) -> None:
     assert record.body["forebay"]["worker"] == "w1"
 
 
-async def test_a_stream_has_a_record_per_chunk_and_marks_the_last(scene: Scene) -> None:
-    async with scene.serve():
-        await scene.client.submit(STREAM, request_id="s-1")
-        await scene.answer("s-1", "one", " two")
-        records = await scene.client.complete_response("s-1")
-    assert [record.index for record in records] == [0, 1, 2, 3]
-    assert [record.last for record in records] == [False, False, False, True]
-    assert [record.body["choices"][0]["delta"].get("content") for record in records[:3]] == ["one", " two", None]
-    assert records[3].body["usage"]["total_tokens"] > 0
-
-
 async def test_a_record_without_headers_gets_an_id_of_partition_and_offset(scene: Scene) -> None:
     async with scene.serve():
         body = {"model": NAME, "prompt": "a b", "max_tokens": 2}
@@ -118,20 +107,6 @@ async def test_a_record_without_headers_gets_an_id_of_partition_and_offset(scene
         (record,) = await scene.client.complete_response("kafka-api-1-0")
     assert record.body["object"] == "text_completion"
     assert record.body["choices"][0]["text"] == " c d"
-
-
-async def test_a_malformed_record_gets_an_error_and_the_next_is_served(scene: Scene) -> None:
-    client = scene.client
-    async with scene.serve() as registry:
-        await client.submit(b"{no json", request_id="bad")
-        await client.submit(CHAT, request_id="what is this?")
-        await client.submit(CHAT, request_id="good")
-        await scene.answer("good", "fine")
-        good, bad, unnamed = [(await client.complete_response(one))[0] for one in ("good", "bad", "kafka-api-0-1")]
-        assert metric(registry, "malformed_total", reason="invalid_json") == 1
-    assert good.status == 200
-    assert (bad.status, bad.body["error"]["code"]) == (400, "invalid_json")
-    assert (unnamed.status, unnamed.body["error"]["param"]) == (400, "request-id")
 
 
 async def test_responses_go_to_the_reply_topic_if_it_exists(scene: Scene) -> None:
@@ -400,20 +375,6 @@ async def embed(scene: Scene, request: RequestSubmitted, number: float) -> None:
 
 def vectors(record: ResponseRecord) -> list[list[float]]:
     return [one["embedding"] for one in record.body["data"]]
-
-
-async def test_one_failed_input_fails_the_request_and_cancels_the_others(scene: Scene) -> None:
-    async with scene.serve() as registry:
-        await submit_inputs(scene, "e", "a", "b")
-        await submitted_input(scene, "e~kafka-0")
-        failing = await submitted_input(scene, "e~kafka-1")
-        error = ResponseError(status=503, code="busy", message="all are")
-        await scene.stub.send(failing, ResponseEnded(**of(failing), finish_reason="error", error=error))
-        (record,) = await scene.client.complete_response("e")
-        await scene.until_cancelled("e~kafka-0")
-        assert metric(registry, "in_flight") == 0
-    assert (record.status, record.body["error"]["code"]) == (503, "busy")
-    assert not await scene.stub.cancelled("e~kafka-1")
 
 
 async def test_batches_above_the_capacity_are_all_served(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,33 +75,6 @@ async def test_each_model_is_listed_and_answers(cluster: Cluster, client: httpx.
     assert [one.json()["max_model_len"] for one in tokens] == [found[GROUP], CONTEXT_TOKENS]
 
 
-async def test_the_limits_of_the_named_model_apply(client: httpx.AsyncClient) -> None:
-    long = "word " * (CONTEXT_TOKENS + 50)
-    rejected = await client.post("/v1/chat/completions", json=chat(OTHER, long))
-    assert rejected.status_code == 400, rejected.text
-    assert (await client.post("/v1/chat/completions", json=chat(GROUP, long))).status_code == 200
-
-
-async def test_an_unknown_model_is_rejected_with_the_names(client: httpx.AsyncClient) -> None:
-    response = await client.post("/v1/chat/completions", json=chat("no-such-model"))
-    assert response.status_code == 404
-    assert response.json()["error"]["code"] == "model_not_found"
-    assert GROUP in response.text
-    assert OTHER in response.text
-    assert (await client.get("/v1/models/no-such-model")).status_code == 404
-    assert (await client.get(f"/v1/models/{OTHER}")).json()["id"] == OTHER
-
-
-async def test_routes_about_one_model_need_its_name(cluster: Cluster, client: httpx.AsyncClient) -> None:
-    response = await client.get("/v1/status")
-    assert (response.status_code, response.json()["error"]["code"]) == (400, "model_required")
-    status = await client.get("/v1/status", params={"model": OTHER})
-    assert [worker["worker_id"] for worker in status.json()["workers"]] == ["b1"], status.text
-    pools = await client.get("/v1/pools", params={"model": OTHER}, headers=cluster.admin_headers)
-    assert pools.status_code == 200, pools.text
-    assert (await client.get("/v1/pools", params={"model": OTHER})).status_code == 401
-
-
 async def test_the_kafka_api_serves_every_model(cluster: Cluster) -> None:
     bodies = {"first": chat(GROUP), "second": chat(OTHER), "unknown": chat("no-such-model")}
     answers = {}

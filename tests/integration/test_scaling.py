@@ -45,7 +45,6 @@ PROFILED = {"max_size": LARGEST, "startup_s": 5.0, "profile": "profile.json"}
 # Method `load` never has enough observations, so only an operator changes sizes.
 BY_OPERATOR = {"interval_s": 0.5, "method": "load", "min_observations": 1000}
 ORDERED = f"{GROUP}/{POOL}"
-SPARE = "spare"
 TOKENS = 40
 REQUEST_EVERY_S = 0.1
 SLOW = ("--speedup", "0.2")  # about 28 ms per token, so that workers drain during responses
@@ -157,15 +156,14 @@ class PlannerStub:
         self._epoch = -1
 
     async def claim(self) -> None:
-        settings = PlannerSettings(pools=tuple(PoolScaling(group=GROUP, pool=pool) for pool in (POOL, SPARE)))
+        settings = PlannerSettings(pools=(PoolScaling(group=GROUP, pool=POOL),))
         self._epoch = await self._append(PlannerClaimed(planner_id="p", rules_version=RULES_VERSION, settings=settings))
 
-    async def decide(self, from_size: int, to_size: int, *pools: str) -> None:
-        """Write a decision about these pools, or about the one pool."""
+    async def decide(self, from_size: int, to_size: int) -> None:
         sizes: dict[str, Any] = {"from_size": from_size, "to_size": to_size, "proposed": to_size}
-        decided = [PoolDecision(group=GROUP, pool=pool, **sizes, reason="manual") for pool in pools or (POOL,)]
+        decided = PoolDecision(group=GROUP, pool=POOL, **sizes, reason="manual")
         after = await self._log.end(SCALING.name, 0)
-        await self._append(ScalingDecided(planner_epoch=self._epoch, after=after, pools=tuple(decided)))
+        await self._append(ScalingDecided(planner_epoch=self._epoch, after=after, pools=(decided,)))
 
     async def reached(self) -> list[tuple[ReachedSize, ...]]:
         """Return the sizes in the replies of the supervisor, oldest first."""
@@ -233,17 +231,3 @@ async def test_a_supervisor_that_is_killed_finds_its_workers_and_no_request_fail
         os.kill(before["default-0"], signal.SIGTERM)
         await cluster.until_members()
         await cluster.until("the last worker has ended", lambda: not running(folder))
-
-
-async def test_supervisors_execute_one_decision_for_their_own_pools(cluster: Cluster) -> None:
-    async with cluster, planner_of(cluster) as planner:
-        cluster.router("r1")
-        start_supervisor(cluster, "s1", *SLOW)
-        start_supervisor(cluster, "s2", *SLOW, pool=SPARE)
-        for sizes, names, count in ((0, 1), ["default-0", "spare-0"], 2), ((1, 0), [], 4):
-            await planner.decide(*sizes, POOL, SPARE)
-            await cluster.until_members(*names)
-            await planner.until_replies(count)
-        reached = [sorted((one.pool, one.size) for one in pools) for pools in await planner.reached()]
-    assert sorted(reached[:2]) == [[(POOL, 1)], [(SPARE, 1)]]
-    assert sorted(reached[2:]) == [[(POOL, 0)], [(SPARE, 0)]]

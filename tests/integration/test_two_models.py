@@ -5,7 +5,6 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
-import httpx
 import pytest
 import pytest_asyncio
 
@@ -19,7 +18,6 @@ from tests.integration.conftest import MakeCluster
 from tests.integration.stream_clients import StreamResult, problems, prompt, stream_clients
 
 OTHER = "org/other-model:chat"
-NOBODYS = "nobodys-model"
 REQUESTS = 1_000  # per model
 IN_FLIGHT = 100  # per model; as many as a busy machine handles without a queue
 TOKENS = 4
@@ -101,25 +99,3 @@ async def test_a_command_for_one_model_does_not_affect_the_other(cluster: Cluste
     results = await answers(cluster, "after", [GROUP], IN_FLIGHT)
     assert problems(results[GROUP], TOKENS) == []
     assert await cluster.events(PROGRESS, CommandDone | CommandRefused, group=OTHER) == []
-
-
-async def test_models_of_other_ingresses_and_without_workers_are_rejected_at_once(cluster: Cluster) -> None:
-    url = cluster.ingress("i3", "--model-name", NOBODYS)
-
-    async def complete(url: str, model: str) -> httpx.Response | None:
-        try:
-            return await client.post(f"{url}/v1/completions", json={"model": model, "prompt": "Hello"})
-        except httpx.ConnectError:
-            return None
-
-    async with httpx.AsyncClient() as client:
-        unlisted = await complete(cluster.urls["i1"], OTHER)
-        rejected: httpx.Response = await cluster.until(
-            "i3 answers", lambda: complete(url, NOBODYS), lambda answer: answer is not None
-        )
-        assert (await client.get(f"{url}/ready")).status_code == httpx.codes.SERVICE_UNAVAILABLE
-    assert unlisted is not None
-    for answer, expected, name in ((unlisted, (404, "model_not_found"), GROUP), (rejected, (503, "no_group"), NOBODYS)):
-        error = answer.json()["error"]
-        assert (answer.status_code, error["code"]) == expected
-        assert name in error["message"]

@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
@@ -347,26 +346,6 @@ async def test_metrics_are_exported_under_dynamos_names(system: EffectsSystem) -
 
 
 # Worker commands: sent once to each worker, sent again after a takeover, always with an outcome
-
-
-async def test_a_lora_adapter_is_loaded_used_and_unloaded(system: EffectsSystem, tmp_path: Path) -> None:
-    async with system.started(2), system.owned(fleet=2) as owner:
-        await system.serve("early", PROMPT, lora_name="x")
-        where = {"lora_name": "x", "lora_path": str(tmp_path)}
-        system.command("load", "load_lora", worker_ids=("w1",), **where)
-        assert await system.outcomes("load") == {"w1": ("done", ("x",))}
-        await system.serve("r", PROMPT, lora_name="x")
-        system.command("list", "list_loras")
-        assert await system.outcomes("list") == {"w0": ("done", ()), "w1": ("done", ("x",))}
-        system.command("unload", "unload_lora", lora_name="x")
-        assert await system.outcomes("unload") == {"w0": ("refused", ()), "w1": ("done", ())}
-        slot = slot_of(owner, "w1")
-        await system.serve("late", PROMPT, lora_name="x")
-    assert [item.request_id for item in system.items(slot)] == ["r"]
-    for name in ("early", "late"):
-        error = system.ends()[name][0].error
-        assert error is not None
-        assert error.code == "no_eligible_worker"
 
 
 async def test_a_new_owner_resends_pending_commands_and_reports_the_outcome(

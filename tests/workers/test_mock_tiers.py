@@ -76,30 +76,6 @@ async def test_failed_tiers_break_the_engine(monkeypatch: pytest.MonkeyPatch) ->
         assert raised.group_contains(ZeroDivisionError)
 
 
-async def test_blocks_in_device_memory_are_not_loaded() -> None:
-    async with tiered(HOST) as one:
-        await one.run(item_of("a", PROMPT[:10]))
-        await one.has("host", BLOCKS[:2])
-        await one.run(item_of("b"))
-        await one.has("host", BLOCKS)
-        assert one.onboarded("b") == {}
-        one.forget()
-        await one.run(item_of("c", PROMPT[:10]))
-        await one.run(item_of("d"))
-        assert (one.onboarded("c"), one.onboarded("d")) == ({"host": 8}, {"host": 8})
-        assert one.cached("d") == 16
-
-
-async def test_the_last_token_of_a_prompt_is_always_computed() -> None:
-    prompt = PROMPT[:16]
-    async with tiered(HOST) as one:
-        tokens = await one.run(item_of("a", prompt))
-        await one.has("host", BLOCKS[:4])
-        one.forget()
-        assert await one.run(item_of("b", prompt)) == tokens
-        assert one.onboarded("b") == {"host": 12}
-
-
 async def test_a_second_turn_loads_the_output_of_the_first() -> None:
     async with tiered(HOST) as one:
         output = await one.run(item_of("a", max_tokens=12))
