@@ -4,7 +4,6 @@ The tests share one cluster and run in order; those at the end take its workers 
 """
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
@@ -13,7 +12,6 @@ from operator import eq
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 import pytest_asyncio
@@ -24,7 +22,7 @@ from forebay.core.block_hashes import block_hashes, extend_chain, hash_seed, seq
 from forebay.core.state.prefix_index import PrefixIndex
 from forebay.events.base import pack_u32, pack_u64, unpack_u64
 from forebay.events.fleet import WorkerLost
-from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
+from forebay.events.kv import BlocksRemoved, BlocksStored
 from forebay.events.topics import FLEET, KV_EVENTS
 from forebay.ingress.model import Model
 from tests.engines.oracle import Transformers
@@ -37,10 +35,6 @@ NAMESPACE = f"{RUN}-vllm"
 TOKENS = 24
 LONG = 800  # tokens of an answer that outlasts what is done to its worker
 LONG_PROMPTS = 5  # of 20 blocks each: more than a worker has room for
-QUESTIONS = ("tell me a story", "what is a cache", "hello world", "return x + 1")
-LORA = "tiny-lora"
-SYSTEM = {"role": "system", "content": "you are a helpful assistant. the quick brown fox jumps over the lazy dog. " * 6}
-COMMAND_WITHIN_S = 60.0
 REPLAYED_WITHIN_S = 30.0
 END_OF_REPLAY = b"\xff" * 8
 EPOCH = 1  # of a private index
@@ -80,33 +74,6 @@ async def test_chat_streams_the_tokens_of_transformers(serving: Serving, oracle:
     assert observed.worker in WORKERS
 
 
-async def test_a_shared_prefix_goes_to_the_warm_worker_and_vllm_counts_the_hits(
-    serving: Serving, oracle: Transformers
-) -> None:
-    chats = [[SYSTEM, {"role": "user", "content": question}] for question in QUESTIONS]
-    first, *others = (oracle.prompt(messages) for messages in chats)
-    cold = await serving.chat(chats[0], TOKENS)
-    assert cold.cached_tokens == 0
-    hits = {name: await serving.metric(name, "vllm:prefix_cache_hits_total") for name in WORKERS}
-    for number, prompt in enumerate(others, 1):
-        shared = max(common(prompt, earlier) for earlier in (first, *others[: number - 1])) // BLOCK
-        assert shared >= 3
-        known = {**dict.fromkeys(WORKERS, 0), cold.worker: shared}
-        await serving.cluster.until(
-            "the router knows the prefix", partial(serving.overlaps, prompt), partial(eq, known)
-        )
-        warm = await serving.chat(chats[number], TOKENS)
-        assert warm.worker == cold.worker
-        assert warm.cached_tokens == shared * BLOCK
-        assert await serving.tokens(warm) == oracle.greedy(prompt, TOKENS)
-        hits[cold.worker] += shared * BLOCK
-
-    async def counted() -> dict[str, float]:
-        return {name: await serving.metric(name, "vllm:prefix_cache_hits_total") for name in WORKERS}
-
-    await serving.cluster.until("vLLM counts the hits, at that worker alone", counted, partial(eq, hits))
-
-
 async def test_evictions_are_events_and_the_index_is_vllms_own(serving: Serving, oracle: Transformers) -> None:
     for number in range(LONG_PROMPTS):
         observed = await serving.complete(long_prompt(number), TOKENS, "v1")
@@ -124,55 +91,6 @@ async def test_evictions_are_events_and_the_index_is_vllms_own(serving: Serving,
     assert 0 < len((await serving.index())["v1"]) < BLOCKS
     again = await serving.complete(long_prompt(0), 1, "v1")
     assert again.cached_tokens == 0
-
-
-async def test_a_lora_is_loaded_used_and_unloaded_over_http(
-    serving: Serving, oracle: Transformers, model: Path, lora: Path
-) -> None:
-    prompt = list(range(100, 180))
-    missing = await serving.complete(prompt, TOKENS, model=LORA)
-    assert missing.status == httpx.codes.NOT_FOUND
-    loaded = await serving.request("POST", "/v1/loras", lora_name=LORA, lora_path=str(lora))
-    assert loaded.status_code == httpx.codes.OK, loaded.text
-    assert outcomes(loaded) == dict.fromkeys(WORKERS, ("done", [LORA]))
-    await serving.cluster.until("the adapter is a model", lambda: models(serving), lambda names: LORA in names)
-    observed = await serving.complete(prompt, TOKENS, model=LORA)
-    assert (observed.status, observed.problem) == (200, "")
-    expected = Transformers(model, lora).greedy(prompt, TOKENS)
-    assert expected != oracle.greedy(prompt, TOKENS)
-    assert await serving.tokens(observed) == expected
-    assert await serving.tokens(await serving.complete(prompt, TOKENS)) == oracle.greedy(prompt, TOKENS)
-    options = ("--url", serving.url, "--json", *serving.cluster.admin_options)
-    code, out = await serving.cluster.command("control", "control", "adapters", *options, within_s=COMMAND_WITHIN_S)
-    reported = {one["worker_id"]: one["loras"] for one in json.loads(out)["outcomes"]}
-    assert (code, reported) == (0, {name: [LORA] for name in WORKERS})
-    unloaded = await serving.request("DELETE", f"/v1/loras/{LORA}")
-    assert unloaded.status_code == httpx.codes.OK, unloaded.text
-    assert outcomes(unloaded) == dict.fromkeys(WORKERS, ("done", []))
-    await serving.cluster.until("it is no model any more", lambda: models(serving), lambda names: LORA not in names)
-    gone = await serving.complete(prompt, TOKENS, model=LORA)
-    assert gone.status == httpx.codes.NOT_FOUND
-
-
-async def test_a_cleared_cache_is_an_event_and_leaves_the_index(serving: Serving, oracle: Transformers) -> None:
-    prompt = list(range(150, 290))
-    for name in WORKERS:
-        await serving.complete(prompt, 1, name)
-    await agreed(serving)
-    before = {name: len(await events(serving, CacheCleared, name)) for name in WORKERS}
-    cleared = await serving.request("POST", "/clear_kv_blocks")
-    assert cleared.status_code == httpx.codes.OK, cleared.text
-
-    async def empty() -> bool:
-        cleared = [len(await events(serving, CacheCleared, name)) > before[name] for name in WORKERS]
-        return all(cleared) and not any((await serving.overlaps(prompt)).values())
-
-    await serving.cluster.until("both caches are cleared", empty)
-    for name in WORKERS:
-        observed = await serving.complete(prompt, TOKENS, name)
-        assert observed.cached_tokens == 0
-        assert await serving.tokens(observed) == oracle.greedy(prompt, TOKENS)
-    await agreed(serving)
 
 
 async def test_response_of_a_killed_worker_continues_on_another(serving: Serving, oracle: Transformers) -> None:
@@ -234,16 +152,6 @@ async def agreed(serving: Serving) -> None:
     await serving.cluster.until("the index equals the cache of vLLM", indexed, partial(eq, expected))
 
 
-def outcomes(answer: httpx.Response) -> dict[str, tuple[str, list[str]]]:
-    """Return the result of a command at each worker, with its adapters."""
-    return {one["worker_id"]: (one["status"], one["loras"]) for one in answer.json()["outcomes"]}
-
-
-async def models(serving: Serving) -> set[str]:
-    listed = (await serving.request("GET", "/v1/models")).raise_for_status().json()
-    return {one["id"] for one in listed["data"]}
-
-
 async def events(serving: Serving, kind: type, worker: str) -> list[Any]:
     return [event for event in await serving.cluster.events(KV_EVENTS, kind, MODEL) if event.worker_id == worker]
 
@@ -299,7 +207,3 @@ def digest_of(blocks: set[int]) -> int:
     packed = pack_u64(sorted(blocks))
     index.apply(BlocksStored(worker_id="worker", worker_epoch=EPOCH, seq=1, sequence_hashes=packed))
     return index.digest()
-
-
-def common(left: list[int], right: list[int]) -> int:
-    return next(at for at, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1])

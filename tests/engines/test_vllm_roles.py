@@ -161,42 +161,12 @@ async def test_decode_worker_applies_the_sampling_parameters(pair: Pair) -> None
     assert [len(one.top) for one in there.logprobs] == [2] * 8
 
 
-async def test_decode_worker_computes_aggregated_prompts(pair: Pair, oracle: Transformers) -> None:
-    prompt = [(17 * at) % 250 + 10 for at in range(4 * BLOCK)]
-    answer = await pair.decode.ask(prompt, 8)
-    assert (answer.tokens, answer.cached) == (oracle.greedy(prompt, 8), 0)
-
-
 async def test_a_request_that_a_prefill_worker_refuses(pair: Pair) -> None:
     for prompt, status in (([100_000], 400), ([5] * 2_000, 400)):
         answer = await pair.prefill.ask(prompt, stage="prefill")
         assert answer.error is not None and answer.error.status == status
     answer = await pair.decode.ask([5, 6], stage="prefill", lora_name="no-such")
     assert answer.error is not None and answer.error.status == 404
-
-
-async def test_unfetchable_kv_is_reported(pair: Pair) -> None:
-    prompt = [(19 * at) % 250 + 10 for at in range(2 * BLOCK)]
-    prefilled = await pair.prefilled(prompt)
-    reported = msgspec.json.decode(prefilled.descriptor)
-
-    def changed(**fields: Any) -> bytes:
-        return msgspec.json.encode({**reported, **fields})
-
-    for broken, fragment in (
-        ({"connector": "nixl"}, "transferred by nixl"),
-        ({"model": "other"}, "of model other"),
-        ({"descriptor": b"\xff"}, "cannot decode"),
-        ({"descriptor": changed(remote_port="x")}, "cannot decode"),
-        ({"descriptor": changed(remote_block_ids=[[-1, 2]])}, "cannot decode"),
-        ({"descriptor": changed(remote_block_ids=[[1]])}, "1 blocks"),
-        ({"descriptor": changed(remote_num_tokens=5)}, "5 tokens"),
-        ({"descriptor": changed(transfer_mode="push")}, "cannot decode"),
-    ):
-        answer = await pair.decoded(prompt, msgspec.structs.replace(prefilled, **broken))
-        assert fragment in (answer.not_fetched or ""), answer
-    assert "no KV descriptor" in ((await pair.decode.ask(prompt, stage="decode")).not_fetched or "")
-    assert (await pair.decoded(prompt, prefilled)).finished is not None, "it still lay there"
 
 
 async def test_fetching_from_an_unreachable_worker_fails(pair: Pair) -> None:

@@ -12,10 +12,9 @@ import pytest
 import pytest_asyncio
 
 from forebay.events.control import PolicySet, PoolConfigured, WorkerCommanded
-from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import WorkerDraining
 from forebay.events.pools import PoolCanarySet, PoolDrainSet, PoolRoutingConfigured
-from forebay.events.topics import CONTROL, DECISIONS, FLEET
+from forebay.events.topics import CONTROL, FLEET
 from forebay.transport.kafka.topics import create_topics
 from tests.harness.cluster import GROUP, PLAN, Cluster
 from tests.integration.conftest import MakeCluster
@@ -110,13 +109,6 @@ async def test_rules_survive_a_takeover_and_the_file_is_written_once(cluster: Cl
     events = [type(event) for event in await cluster.events(CONTROL) if not isinstance(event, PoolConfigured)]
     assert events == [PoolRoutingConfigured, PoolCanarySet, PoolCanarySet, PoolDrainSet, PoolDrainSet, PolicySet]
     await cluster.require_verified()
-
-
-async def test_a_policy_survives_a_takeover(cluster: Cluster) -> None:
-    await take_over(cluster, "r3")
-    assert await complete(cluster, SHORT) == "short"
-    last = (await cluster.events(DECISIONS, RequestRouted))[-1]
-    assert (last.pool, last.mode) == ("short", "round-robin")
 
 
 async def test_a_drained_worker_leaves_and_its_process_ends(cluster: Cluster) -> None:

@@ -15,7 +15,7 @@ from tests.harness.cluster import Cluster
 from tests.harness.failover import Counts, System
 from tests.harness.local import StoppableRedis, stoppable_redis
 from tests.integration.conftest import MakeCluster, available_or_skipped
-from tests.integration.stream_clients import StreamClients, problems, prompt, stream_clients
+from tests.integration.stream_clients import problems, prompt, stream_clients
 
 WORKERS = ("w1", "w2", "w3")
 TOKENS = 60
@@ -71,20 +71,6 @@ async def test_flushes_and_an_outage_of_redis_harm_no_request_and_no_worker(
     report(f"Redis flushed {FLUSHES} times, stopped for {STOPPED_S:g} s and started empty: {counts.sent} requests")
     assert counts.problems == []
     assert await harmed() == before
-
-
-async def test_a_killed_worker_is_lost_after_the_default_ttl_and_its_streams_continue(
-    cluster: Cluster, clients: StreamClients
-) -> None:
-    cluster.worker("w4", "--speedup", "0.1")
-    await cluster.until_serving(len(WORKERS) + 1)
-    streams = [clients.submit(prompt(9_000 + number), TOKENS) for number in range(12)]
-    await cluster.until("every stream has begun", lambda: all(one.text for one in streams))
-    cluster.kill("w4")
-    (fact,) = await cluster.until("w4 is lost", lambda: cluster.events(FLEET, WorkerLost))
-    assert (fact.worker_id, fact.reason) == ("w4", "its lease of 3000 ms expired")
-    await clients.all()
-    assert problems(streams, TOKENS) == []
 
 
 async def test_requests_of_a_killed_ingress_are_aborted_and_of_a_stopped_one_finished(cluster: Cluster) -> None:

@@ -71,20 +71,6 @@ def consumed(kafka: str, topic: str, count: int) -> list[bytes | None]:
         consumer.close()
 
 
-@pytest.mark.parametrize("compression", [None, "gzip", "lz4", "snappy", "zstd"])
-async def test_records_are_compatible_between_client_libraries(
-    kafka: str, namespace: str, compression: str | None
-) -> None:
-    topic = f"{namespace}.records"
-    await create(kafka, topic)
-    values = [bytes([number]) * 1_000 for number in range(20)]
-    producer = AIOKafkaProducer(bootstrap_servers=kafka, enable_idempotence=True, compression_type=compression)
-    async with producer:
-        sent = [await producer.send(topic, value, partition=0) for value in values]
-        assert [(await record).offset for record in sent] == list(range(20))
-    assert consumed(kafka, topic, 20) == values
-
-
 async def test_the_longest_record_is_accepted(kafka: str, namespace: str) -> None:
     topic = f"{namespace}.records"
     await create(kafka, topic, **{"max.message.bytes": str(LARGEST + MIB)})

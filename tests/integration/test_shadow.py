@@ -15,7 +15,6 @@ from forebay.events.decisions import RequestRouted
 from forebay.events.shadow import DecisionShadowed, ShadowStarted
 from forebay.events.topics import HEARTBEATS, SHADOW
 from forebay.journal.records import Validity, journal
-from forebay.transport.base import Draft
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, create_topics, partitions_of
@@ -144,16 +143,6 @@ async def test_a_shadow_writes_to_its_topic_alone(cluster: Cluster, log: KafkaLo
     assert code == 0
     assert all(one["lag"] == one["end"] - one["at"] for one in found["readers"])
     assert any(line.startswith(f"{GROUP}, partition 0: owner ") for line in found["groups"])
-
-
-async def test_other_records_of_the_topic_are_ignored(cluster: Cluster, log: KafkaLog) -> None:
-    await log.append([Draft(SHADOW.name, 0, b"?", b"same"), Draft(SHADOW.name, 0, b"?")])
-    before = len(await shadow_events(log, "same"))
-    start(cluster, "same")
-    await until_started(cluster, log, "same", 3)
-    await until_evaluated_all(cluster, log, "same")
-    await stop(cluster, "same")
-    assert len(await shadow_events(log, "same")) == before + 8, "the decisions of the previous test"
 
 
 async def test_a_cluster_without_the_shadow_topic_is_reported(kafka: str, cluster: Cluster) -> None:

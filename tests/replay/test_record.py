@@ -309,18 +309,6 @@ def test_a_writer_that_stops_before_renaming_its_recording(log: SqliteLog, out: 
     verified(out)
 
 
-def test_another_command_does_not_resume_the_recording(log: SqliteLog, out: Path) -> None:
-    new_writer(log, out).close()
-    for options, text in (
-        ({**OPTIONS, "last": "5m"}, r"out.part: was begun by another command \(last not given, now 5m\)"),
-        ({"source": "another"}, r"\(source test, now another\)"),
-    ):
-        with pytest.raises(LogUnusable, match=text):
-            RecordingWriter.resume(out, options)
-    with pytest.raises(LogUnusable, match=r"out.part: exists already"):
-        new_writer(log, out)
-
-
 def test_two_writers_cannot_write_one_recording(log: SqliteLog, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay.transport.sqlite.schema.BUSY_TIMEOUT_S", 0.01)
     writer = new_writer(log, out)
