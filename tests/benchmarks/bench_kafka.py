@@ -41,7 +41,6 @@ from tests.harness.cluster import Cluster, remove_topics
 from tests.harness.processes import ProcessError
 
 MODEL = "tiny"
-METRICS_PORT = 18_120  # the first of one port per worker
 ONE, MANY, LONG_ANSWERS = "short, 1 connection", "short, 64 connections", "short, 128 tokens out, 16 connections"
 CASES = {name: bench_http.CASES[name] for name in (ONE, MANY, LONG_ANSWERS)}
 ALL_CASES = {**CASES, **STEADY_CASES}
@@ -63,7 +62,6 @@ class System:
     cluster: Cluster
     url: str
     also: list[str]
-    worker_ports: list[int]
 
     @property
     def pids(self) -> str:
@@ -103,12 +101,11 @@ async def forebay(args: argparse.Namespace, verified: Verified, *, speedup: str 
             async with Cluster(args.kafka, args.redis, namespace, Path(folder), PLAN) as cluster:
                 for name in ("r1", "r2"):
                     cluster.router(name)
-                ports = list(range(METRICS_PORT, METRICS_PORT + WORKERS))
-                for name, port in zip(names, ports, strict=True):
-                    cluster.worker(name, *model, *engine, "--metrics-port", str(port))
+                for name in names:
+                    cluster.worker(name, *model, *engine)
                 url = cluster.ingress("i1", *model)
                 await cluster.until_serving(WORKERS, MODEL)
-                yield System(cluster, url, args.also, ports)
+                yield System(cluster, url, args.also)
                 cluster.processes.check()
                 verified.add(await cluster.verify(MODEL))
         finally:
@@ -124,24 +121,17 @@ async def run_case(args: argparse.Namespace, system: System, case: str, run: Run
     log = await KafkaLog.open(system.cluster.settings)
     try:
         before = await hops.place(log, PLAN.slots)
-        counted = _counted(system)
+        counted = hops.hop_counts(system.ingress_port, TOKENS.name)
         # The event loop is blocked meanwhile, so this process sends no requests to the broker.
         run.results.append(load(system.url, system.pids, ALL_CASES[case]))
         if case in HOP_CASES:
             found = {hop: _p50_p99(values) for hop, values in (await hops.hops(log, before, WARM_UP)).items() if values}
-            for hop, (earlier, later) in zip(
-                (hops.WORK_HOP, hops.TOKENS_HOP), zip(counted, _counted(system), strict=True), strict=True
-            ):
-                found[hop] = hops.quantile_ms(earlier, later, 0.5), hops.quantile_ms(earlier, later, 0.99)
+            later = hops.hop_counts(system.ingress_port, TOKENS.name)
+            found[hops.TOKENS_HOP] = hops.quantile_ms(counted, later, 0.5), hops.quantile_ms(counted, later, 0.99)
             for hop, value in found.items():
                 run.hops.setdefault(hop, []).append(value)
     finally:
         await log.close()
-
-
-def _counted(system: System) -> tuple[Counter[float], Counter[float]]:
-    """Return the hop counts of the workers and of the ingress so far."""
-    return hops.hop_counts(system.worker_ports, hops.WORK.name), hops.hop_counts([system.ingress_port], TOKENS.name)
 
 
 def _p50_p99(values: Sequence[float]) -> tuple[float, float]:
@@ -237,14 +227,7 @@ def print_hops(runs: dict[str, Run]) -> None:
         print(f"| {hop} | {' | '.join(cells)} |")
     whole = [" / ".join(f"{_ttft(run.results, part):.2f}" for part in ("p50", "p99")) for run in runs.values()]
     print(f"| the client: request sent -> first event | {' | '.join(whole)} |")
-    rest = [
-        f"{_ttft(run.results, 'p50') - statistics.median(p50 for p50, _ in run.hops[hops.TO_TOKENS]):.2f}"
-        for run in runs.values()
-    ]
-    print(
-        f"| of that, before and after the exact rows: HTTP, tokenizing, tokens -> ingress, SSE | {' | '.join(rest)} |"
-    )
-    print("\nNo record has the time at which a worker took work or an ingress took tokens; receivers count those hops.")
+    print("\nNo record has the time at which an ingress took tokens; the ingress counts that hop.")
 
 
 def _ttft(results: list[dict[str, Any]], part: str) -> float:

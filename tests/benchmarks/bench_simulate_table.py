@@ -11,7 +11,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,9 +33,6 @@ class Case:
     def name(self) -> str:
         """Return the name of the trace without the common suffix."""
         return self.trace.stem.removesuffix("_trace")
-
-    def __str__(self) -> str:
-        return f"{self.name}, {self.workers} workers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,30 +100,17 @@ def spread(values: Sequence[float], width: str) -> str:
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
-def order(case: Case, side: str, kv: Iterable[Result], round_robin: Iterable[Result]) -> str:
-    """Report whether the KV router beats round robin on reuse and on TTFT in every run."""
-    kv, round_robin = list(kv), list(round_robin)
-    reuse = min(run.reuse for run in kv) > max(run.reuse for run in round_robin)
-    ttft = max(run.ttft_mean_ms for run in kv) < min(run.ttft_mean_ms for run in round_robin)
-    text = {True: "yes", False: "no"}
-    return f"{case}, {side}: kv above round-robin on reuse: {text[reuse]}, on TTFT: {text[ttft]}"
-
-
 def table(args: argparse.Namespace) -> None:
     """Run every case and print the table as it grows."""
     print(
         "| trace | workers | policy | | reuse | max/mean | TTFT mean / p50 / p99 ms |\n|---|---:|---|---|---|---|---|"
     )
-    orders = []
     for case in cases(args):
         ours = simulated(case)
         peers: dict[str, list[Result]] = {}
         if args.dynamo_python and args.peers:
             peers = replayed(case, args.dynamo_python, args.peers / PEER_FILE, args.repeat)
-            orders.append(order(case, "Dynamo", peers["kv"], peers["round-robin"]))
-        orders.append(order(case, "forebay", [ours["kv"]], [ours["round-robin"]]))
         print(*rows(case, ours, peers), sep="\n", flush=True)
-    print("", *orders, sep="\n")
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:

@@ -7,13 +7,13 @@ whole milliseconds, rounded down, taken when the producer received the record; h
 import math
 import urllib.request
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from forebay.events.codec import decode
-from forebay.events.decisions import JournalRecord, RequestRouted
+from forebay.events.decisions import JournalRecord
 from forebay.events.progress import FirstTokenEmitted
 from forebay.events.requests import RequestSubmitted
 from forebay.events.tokens import TokensEmitted
@@ -28,16 +28,11 @@ WORK = work_topic("default")
 
 SUBMITTED = "submitted -> taken up by the owner"
 DECIDED = "taken up -> journal acknowledged, work sent (+-1 ms)"
-JOURNALLED = "of that: journal record written -> work sent, so the append (+-1 ms)"
 WORKED = "work sent -> tokens sent: worker's hop and engine (+-1 ms)"
-TAKEN_TO_TOKENS = "taken up -> tokens sent: the two rows above, exact"
 TO_TOKENS = "submitted -> tokens sent, exact"
 PROGRESSED = "first token reported -> applied by the owner"
-WORK_HOP = "receiver's count, work item -> worker (up to 1 ms too long)"
 TOKENS_HOP = "receiver's count, tokens -> ingress (up to 1 ms too long)"
-HOPS = (
-    SUBMITTED, DECIDED, JOURNALLED, WORKED, TAKEN_TO_TOKENS, TO_TOKENS, PROGRESSED, WORK_HOP, TOKENS_HOP,
-)  # fmt: skip
+HOPS = (SUBMITTED, DECIDED, WORKED, TO_TOKENS, PROGRESSED, TOKENS_HOP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +63,7 @@ async def hops(log: KafkaLog, before: LogEnds, skip: int) -> dict[str, list[floa
         for record in requests
         if isinstance(event := decode(REQUESTS, record.value), RequestSubmitted)
     }
-    routed_at, applied = await _decided(log, before)
+    applied = await _applied(log, before)
     sent: dict[str, int] = {}
     for topic, slot in before.ends:
         if topic == WORK.name:
@@ -84,9 +79,7 @@ async def hops(log: KafkaLog, before: LogEnds, skip: int) -> dict[str, list[floa
         tokens_us = emitted[request_id]
         found[SUBMITTED].append((taken_us - at_us) / 1000)
         found[DECIDED].append((sent[request_id] - taken_us) / 1000)
-        found[JOURNALLED].append((sent[request_id] - routed_at[request_id]) / 1000)
         found[WORKED].append((tokens_us - sent[request_id]) / 1000)
-        found[TAKEN_TO_TOKENS].append((tokens_us - taken_us) / 1000)
         found[TO_TOKENS].append((tokens_us - at_us) / 1000)
     for record in await _since(log, PROGRESS, 0, before):
         event = decode(PROGRESS, record.value)
@@ -96,11 +89,10 @@ async def hops(log: KafkaLog, before: LogEnds, skip: int) -> dict[str, list[floa
     return found
 
 
-async def _decided(log: KafkaLog, before: LogEnds) -> tuple[dict[str, int], dict[str, dict[int, int]]]:
-    """Return the time of each request's decision, and the clock at each record's application, by topic and offset."""
+async def _applied(log: KafkaLog, before: LogEnds) -> dict[str, dict[int, int]]:
+    """Return the clock at each record's application, by topic and offset."""
     view = Counter(before.view)
     applied: dict[str, dict[int, int]] = {REQUESTS.name: {}, PROGRESS.name: {}}
-    routed: dict[str, int] = {}
     for record in await _since(log, DECISIONS, 0, before):
         decision: JournalRecord = decode(DECISIONS, record.value)
         for run in decision.consumed:
@@ -108,9 +100,7 @@ async def _decided(log: KafkaLog, before: LogEnds) -> tuple[dict[str, int], dict
                 offsets = range(view[run.topic], view[run.topic] + run.count)
                 applied[run.topic].update(dict.fromkeys(offsets, run.now_us))
             view[run.topic] += run.count
-        if isinstance(decision, RequestRouted):
-            routed[decision.request_id] = record.at_us
-    return routed, applied
+    return applied
 
 
 async def _emitted(log: KafkaLog, before: LogEnds) -> dict[str, int]:
@@ -136,16 +126,15 @@ async def _since(log: KafkaLog, topic: Topic, partition: int, before: LogEnds) -
 # --- what receivers count ---------------------------------------------------------------------------------------------
 
 
-def hop_counts(ports: Iterable[int], topic: str) -> Counter[float]:
-    """Return a histogram of seconds from producer to receiver, summed over the metrics of these processes."""
+def hop_counts(port: int, topic: str) -> Counter[float]:
+    """Return a histogram of seconds from producer to receiver, from the metrics of the receiver."""
     counts: Counter[float] = Counter()
-    for port in ports:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == "forebay_hop_seconds_bucket" and sample.labels["topic"] == topic:
-                    counts[float(sample.labels["le"])] += round(sample.value)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == "forebay_hop_seconds_bucket" and sample.labels["topic"] == topic:
+                counts[float(sample.labels["le"])] += round(sample.value)
     return counts
 
 

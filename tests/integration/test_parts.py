@@ -1,12 +1,10 @@
 """Real services have the properties forebay relies on, and the lease contract holds on a real Redis."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import for_code
 from confluent_kafka import Consumer, KafkaError, Producer
@@ -35,8 +33,6 @@ from tests.transport.test_redis_leases import (  # noqa: F401
     test_threads_can_renew_while_another_thread_polls,
 )
 
-MIB = 1 << 20
-LARGEST = 16 * MIB
 PATIENCE_S = 30
 DATABASE = 15  # an unused database on a Redis that may be shared
 
@@ -69,17 +65,6 @@ def consumed(kafka: str, topic: str, count: int) -> list[bytes | None]:
         return [message.value() for message in messages]
     finally:
         consumer.close()
-
-
-async def test_the_longest_record_is_accepted(kafka: str, namespace: str) -> None:
-    topic = f"{namespace}.records"
-    await create(kafka, topic, **{"max.message.bytes": str(LARGEST + MIB)})
-    value = os.urandom(LARGEST)
-    async with AIOKafkaProducer(bootstrap_servers=kafka, max_request_size=LARGEST + MIB) as producer:
-        await producer.send_and_wait(topic, value, partition=0)
-    consumer = AIOKafkaConsumer(topic, bootstrap_servers=kafka, auto_offset_reset="earliest")
-    async with consumer:
-        assert (await consumer.getone()).value == value
 
 
 def test_topics_are_not_created_automatically(kafka: str, namespace: str) -> None:
