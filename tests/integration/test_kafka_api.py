@@ -99,16 +99,6 @@ async def test_a_response_has_the_id_of_the_header(scene: Scene) -> None:
     assert record.body["forebay"]["worker"] == "w1"
 
 
-async def test_a_record_without_headers_gets_an_id_of_partition_and_offset(scene: Scene) -> None:
-    async with scene.serve():
-        body = {"model": NAME, "prompt": "a b", "max_tokens": 2}
-        await scene.client.submit(body, partition=1, path="/v1/completions")
-        await scene.answer("kafka-api-1-0", " c d")
-        (record,) = await scene.client.complete_response("kafka-api-1-0")
-    assert record.body["object"] == "text_completion"
-    assert record.body["choices"][0]["text"] == " c d"
-
-
 async def test_responses_go_to_the_reply_topic_if_it_exists(scene: Scene) -> None:
     settings = scene.settings
     mine = f"{settings.namespace}.replies.mine"
@@ -196,16 +186,6 @@ async def test_completed_requests_are_not_read_again(scene: Scene) -> None:
             await scene.client.complete_response(request_id)
     assert len(scene.client.of("one")) == 1
     assert len(await scene.stub.submissions("one")) == 1
-
-
-async def test_ingresses_share_the_partitions(scene: Scene) -> None:
-    async with scene.serve("i1") as first, scene.serve("i2") as second:
-        await until(lambda: metric(first, "partitions") == metric(second, "partitions") == 1)
-        for partition in range(KAFKA_API_PARTITIONS):
-            await scene.client.submit(CHAT, partition=partition, request_id=f"p{partition}")
-        for partition in range(KAFKA_API_PARTITIONS):
-            await scene.answer(f"p{partition}", "yes")
-            await scene.client.complete_response(f"p{partition}")
 
 
 async def test_every_request_gets_a_response_while_ingresses_join_and_leave(scene: Scene) -> None:

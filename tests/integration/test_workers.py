@@ -21,7 +21,6 @@ from tests.integration.conftest import MakeCluster
 from tests.integration.stream_clients import StreamClients, StreamResult, problems, prompt
 
 SLOW = ("--speedup", "0.1")  # about 57 ms per token, so a worker can be stopped during a response
-ENDLESS = ("--speedup", "0.001")
 LONG, SHORT = 120, 4  # output tokens
 STREAMS = 6
 PATIENCE_S = 60.0
@@ -126,39 +125,6 @@ async def test_a_terminated_worker_finishes_its_requests_and_gets_no_more(
     await cluster.require_verified()
     await cluster.stop("b")
     await members(cluster)
-
-
-@pytest.mark.parametrize("how", ["in time", "second signal"])
-async def test_requests_unfinished_by_a_worker_continue_on_another(
-    cluster: Cluster, clients: StreamClients, how: str
-) -> None:
-    drain_s = "0.5" if how == "in time" else "3600"
-    cluster.worker("a", *ENDLESS, "--drain-s", drain_s)
-    await cluster.until_serving(1)
-    results = [clients.submit(prompt(100 + number), SHORT) for number in range(2)]
-    # The first token would take minutes, so only the end of the worker redispatches these requests.
-    await cluster.until("they are routed", lambda: active_requests(cluster), lambda count: count == len(results))
-    cluster.worker("b")
-    await members(cluster, "a", "b")
-    drained = await fact_count(cluster, WorkerDraining, "a")  # by earlier tests
-    cluster.processes["a"].signal(signal.SIGTERM)
-    if how == "second signal":
-        await until_draining(cluster, "a", drained)
-        cluster.processes["a"].signal(signal.SIGTERM)
-    assert await cluster.processes.ended("a", within_s=PATIENCE_S) == 0
-    await clients.all()
-    assert problems(results, SHORT) == []
-    assert {(one.worker, one.attempts) for one in results} == {("b", 2)}
-    await cluster.stop("b")
-    await members(cluster)
-
-
-async def active_requests(cluster: Cluster) -> int:
-    """Return the number of requests that are active at a worker."""
-    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
-        url = next(iter(cluster.urls.values()))
-        response = await client.post(f"{url}/v1/route", json={"model": GROUP, "prompt": "?"})
-    return sum(int(one["active_requests"]) for one in response.raise_for_status().json()["candidates"])
 
 
 @pytest.fixture

@@ -20,11 +20,11 @@ from forebay.events.decisions import RequestAborted, RequestRejected, RequestRou
 from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSpec
 from forebay.events.progress import RequestFinished
 from forebay.events.tokens import AttemptStarted, ResponseEnded, TokensEmitted
-from forebay.events.topics import CONTROL, DEAD_LETTERS, FLEET, PROGRESS, REQUESTS, TOKENS, work_topic
+from forebay.events.topics import CONTROL, FLEET, PROGRESS, TOKENS, work_topic
 from forebay.events.work import WorkItem
 from forebay.ingress.streams import ReplySlot
 from forebay.live.owner.owner import Owner, RunClock, steady_clock
-from forebay.transport.base import Draft, Wake
+from forebay.transport.base import Wake
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.runtime.life_cycle import State
@@ -93,32 +93,6 @@ async def test_a_work_item_belongs_to_the_accepted_submission(log: SqliteLog) ->
             await until(lambda: len(system.ends().get("a", ())) == 2)
         items = system.events(work_topic("default"), WorkItem)
         assert [unpack_u32(item.token_ids) for item in items] == [PREFIX]
-
-
-async def test_a_cancelled_request_stops_its_worker(log: SqliteLog) -> None:
-    async with System(log).started(workers=0) as system, system.owned() as owner:
-        await started_worker(system, owner, "slow", STUCK)
-        system.send(submitted("a", PREFIX, max_tokens=200))
-        await until(lambda: system.decisions(RequestRouted))
-        system.cancel("a")
-        await until_ended(system, "a")
-        (aborted,) = system.decisions(RequestAborted)
-        assert (aborted.reason, aborted.worker_id) == ("cancelled", "slow")
-        assert not len(owner.world.requests)
-        assert owner.world.load.rank_load("slow", 0).active_requests == 0
-
-
-async def test_a_record_that_does_not_decode_goes_to_dead_letters(log: SqliteLog) -> None:
-    async with System(log).started(workers=1) as system, system.owned(fleet=1):
-        log.append_soon([Draft(REQUESTS.name, 0, b"\xffno event", b"key", {"from": "elsewhere"})])
-        system.send(submitted("a", PREFIX))
-        await until(lambda: "a" in system.ends() and log.next_offset(DEAD_LETTERS.name, 0))
-        (letter,) = log.records(DEAD_LETTERS.name, 0, 0, 10)
-        assert (letter.value, letter.key) == (b"\xffno event", b"key")
-        assert letter.headers is not None
-        assert letter.headers["from"] == "elsewhere"
-        assert letter.headers["source-topic"] == "requests"
-        assert "requests" in letter.headers["reason"]
 
 
 async def test_a_pool_is_configured_by_its_first_lease_and_follows_the_settings(log: SqliteLog) -> None:

@@ -76,17 +76,6 @@ async def test_failed_tiers_break_the_engine(monkeypatch: pytest.MonkeyPatch) ->
         assert raised.group_contains(ZeroDivisionError)
 
 
-async def test_a_second_turn_loads_the_output_of_the_first() -> None:
-    async with tiered(HOST) as one:
-        output = await one.run(item_of("a", max_tokens=12))
-        prompt = [*PROMPT, *output, 7, 7, 7]
-        await one.has("host", hashes_of(prompt)[:7])  # the KV of the last token is never computed
-        one.forget()
-        tokens = await one.run(item_of("b", prompt))
-        assert one.onboarded("b") == {"host": 28}
-        assert tokens == await expected(item_of("b", prompt))
-
-
 async def test_an_engine_loads_what_another_one_has_computed(tmp_path: Path) -> None:
     tokens = await expected(item_of("a"))
     other = msgspec.structs.replace(SPEC, worker_id="w2")
