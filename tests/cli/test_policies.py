@@ -24,6 +24,7 @@ from forebay.events.decisions import RequestRouted
 from forebay.events.progress import FirstTokenEmitted, RequestFinished
 from forebay.events.shadow import DecisionShadowed, ShadowEvent, ShadowStarted
 from forebay.events.topics import DECISIONS
+from forebay.replay.policies import ERROR_CHARS_MAX
 from forebay.runtime.errors import ConfigError
 from forebay.transport.sqlite.log import SqliteLog
 from infra.kafka.kafka import HOST
@@ -150,6 +151,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "custom.py").write_text(CUSTOM)
     (tmp_path / "queue.py").write_text("raise RuntimeError('the wrong one')")
     (tmp_path / "broken.py").write_text("class Policy")
+    (tmp_path / "leaving.py").write_text("raise SystemExit('x' * 10_000)")
     return tmp_path
 
 
@@ -167,6 +169,7 @@ def test_a_built_in_mode_and_a_class_of_the_folder_are_accepted(mode: str) -> No
         ("custom.Other", "custom.Other is not a class with a method `decide(world, request)`"),
         ("custom.queue", "custom.queue is not a class"),
         ("broken.Policy", "cannot be imported: SyntaxError"),
+        ("leaving.Policy", "cannot be imported: SystemExit('xxx"),
         (f"mine.{'P' * 300}", "has 305 characters; maximum 256"),
     ],
 )
@@ -174,6 +177,7 @@ def test_an_unusable_class_is_rejected_before_the_command_starts(path: str, mess
     with pytest.raises(ConfigError) as refusal:
         require_policy(path)
     assert message in str(refusal.value)
+    assert len(str(refusal.value)) <= ERROR_CHARS_MAX
     for command in (["up"], ["router", "--kafka", "127.0.0.1:1"]):
         assert error_of(*command, "--router-mode", path) == f"--router-mode: {refusal.value}"
 

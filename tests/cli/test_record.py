@@ -34,7 +34,6 @@ from forebay.transport.sqlite.recording_writer import part_of
 from forebay.transport.sqlite.schema import checksum
 from tests.cli.in_process import error_of, forebay
 from tests.cli.logs import US, at, invoke, made
-from tests.cli.up import forebay as process
 from tests.cli.up import verified
 from tests.core.scaling.scene import GROUP, POOL, Journal, applied, observed
 from tests.harness.local import free_ports
@@ -42,7 +41,7 @@ from tests.harness.scaling_decisions import decisions_of
 from tests.live.planning import append
 from tests.replay.mutations import replace_record
 from tests.replay.slices import OTHER, joined_log, journal_of, opened, rows, source_log
-from tests.system import MODEL, System, submitted, until, until_ended
+from tests.system import MODEL
 
 
 @pytest.fixture(scope="module")
@@ -322,47 +321,6 @@ def test_a_recording_that_does_not_verify_is_kept_and_the_exit_code_is_1(source:
     assert f"DIVERGENCE at journal offset {offset}: differs in terms" in result.stdout
     again = invoke("verify", "--json", tmp_path / "rec")
     assert (again.exit_code, json.loads(again.stdout)["divergence"]["offset"]) == (1, offset)
-
-
-@pytest.mark.slow
-def test_a_log_can_be_recorded_while_it_is_written(tmp_path: Path) -> None:
-    """Each recording made under load ends at a journal record and contains every event applied until then."""
-    path = tmp_path / "live.db"
-
-    async def scenario() -> list[dict[str, Any]]:
-        log = SqliteLog.open(path)
-        found = []
-        async with System(log).started(workers=3) as system, system.owned(snapshot_every=40) as owner:
-            await until(lambda: len(owner.world.fleet) == 3)
-            ended = False
-
-            async def load() -> None:
-                number = 0
-                while not ended:
-                    for _ in range(5):
-                        system.send(submitted(f"r{number}", [*range(16), *[number % 7] * 8]))
-                        number += 1
-                    await until_ended(system, f"r{number - 1}")
-
-            loading = asyncio.create_task(load())
-            await until_ended(system, "r4")
-            for number in range(3):
-                out = tmp_path / f"{number}.rec"
-                run = await asyncio.to_thread(process, "record", "--json", "--last", "1m", str(path), str(out))
-                assert run.returncode == 0, run.stderr
-                found.append(json.loads(run.stdout))
-            ended = True
-            await loading
-        log.close()
-        return found
-
-    fields = asyncio.run(scenario())
-    ends = [one["groups"][0]["end"] for one in fields]
-    assert ends == sorted(ends)
-    assert ends[0] < ends[-1] < len(journal_of(path))
-    for one in fields:
-        report = one["verified"][MODEL]
-        assert report["verified"] == report["decisions"] >= one["groups"][0]["decisions"] > 0
 
 
 def requests(path: Path) -> list[RequestSubmitted]:
