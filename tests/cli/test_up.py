@@ -7,7 +7,6 @@ import sqlite3
 import subprocess
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -394,40 +393,6 @@ def test_all_prefixes_are_found_after_kill_9_and_every_decision_is_verified(tmp_
     assert (report["decisions"], report["claims"]) == (2 * PREFIXES, 2)
 
 
-OFFERED = 150
-
-
-async def offer_one(client: httpx.AsyncClient, up: Up, number: int) -> httpx.Response:
-    body: dict[str, Any] = {"model": "forebay-default", "prompt": f"request {number}", "max_tokens": 40}
-    return await client.post(f"{up.url}/v1/completions", json=body)
-
-
-async def offer(up: Up) -> list[httpx.Response]:
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=2 * PATIENCE_S, limits=limits) as client:
-        return await asyncio.gather(*(offer_one(client, up, number) for number in range(OFFERED)))
-
-
-@pytest.mark.slow
-def test_every_request_is_answered_or_rejected_with_retry_after() -> None:
-    limits = ("--max-num-seqs", "1", "--router-queue-depth", "1", "--router-queue-timeout-secs", "2")
-    with running("--workers", "1", "--speedup", "1", *limits) as up:
-        answers = asyncio.run(offer(up))
-        statuses = Counter(answer.status_code for answer in answers)
-        assert set(statuses) <= {200, 429, 503}
-        assert statuses[200] >= 1
-        assert statuses[429] >= 1, "more came than may run and wait: 2 and 64"
-        assert statuses[503] >= 1, "one at a time, 64 requests of 40 tokens do not run in two seconds"
-        refused = [answer for answer in answers if answer.status_code != 200]
-        assert {answer.json()["error"]["code"] for answer in refused} <= {"pool_full", "queue_timeout", "overloaded"}
-        assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
-        assert up.metric("forebay_owner_requests_in_flight") == 0
-        assert up.metric("forebay_ingress_requests_in_flight") == 0
-        assert up.metric("forebay_router_requests_aborted_total") == sum(
-            answer.json()["error"]["code"] == "queue_timeout" for answer in refused
-        )
-
-
 # A block of 16 tokens takes 16 ms to compute, so that loading it is faster.
 PROFILE = 'kind = "linear"\ncosts_us = { step = 500, prefill_token = 1000, decode_step = 2000 }\n'
 SIZES = ("--block-size", "16", "--kv-blocks", "10", "--speedup", "1", "--workers", "2")
@@ -490,10 +455,3 @@ def test_tiers_of_up_survive_a_restart(tmp_path: Path) -> None:
         assert up.metric("kvbm_onboard_blocks_d2d{") + up.metric("kvbm_onboard_blocks_o2d{") > 0
         assert up.end(signal.SIGTERM) == 0
     verified(log)
-
-
-@pytest.mark.slow
-def test_two_processes_cannot_share_a_disk(tmp_path: Path) -> None:
-    refused = pytest.raises(AssertionError, match="A disk tier belongs to one worker rank")
-    with tiered(tmp_path), refused, tiered(tmp_path):
-        pass

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -35,32 +34,6 @@ class Step(BaseModel):
 class MathResponse(BaseModel):
     steps: list[Step]
     final_answer: str
-
-
-class Table(StrEnum):
-    orders = "orders"
-    customers = "customers"
-
-
-class Operator(StrEnum):
-    eq = "="
-    gt = ">"
-
-
-class DynamicValue(BaseModel):
-    column_name: str
-
-
-class Condition(BaseModel):
-    column: str
-    operator: Operator
-    value: str | int | DynamicValue
-
-
-class Query(BaseModel):
-    table_name: Table
-    columns: list[str]
-    conditions: list[Condition]
 
 
 def tool(name: str, description: str, **properties: Any) -> Any:
@@ -150,14 +123,6 @@ def test_reasoning_is_separate_if_requested(client: openai.OpenAI, options: dict
     assert any(delta.content for delta in deltas)
 
 
-def test_a_chat_and_a_stream(client: openai.OpenAI) -> None:
-    messages = ask("Say this is a test")
-    whole = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=8, seed=1)
-    assert whole.choices[0].message.content
-    stream = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=8, seed=1, stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.choices[0].message.content
-
-
 @pytest.mark.parametrize(("parallel", "count"), [(True, 2), (False, 1)])
 def test_a_response_has_several_tool_calls(client: openai.OpenAI, parallel: bool, count: int) -> None:
     completion = client.chat.completions.create(
@@ -185,33 +150,6 @@ def test_tool_choice_forces_or_forbids_a_call(client: openai.OpenAI) -> None:
     (call,), reason = call_of({"type": "function", "function": {"name": "send_email"}})
     assert (call.function.name, reason) == ("send_email", "tool_calls")
     assert json.loads(call.function.arguments)["to"].endswith("@example.com")
-
-
-def test_a_stream_of_tool_calls(client: openai.OpenAI) -> None:
-    stream = client.chat.completions.create(
-        model=MODEL, messages=ask("What is the weather like in Paris today?"), tools=[WEATHER], stream=True
-    )
-    calls: dict[int, Any] = {}
-    for chunk in stream:
-        for call in chunk.choices[0].delta.tool_calls or []:
-            assert call.function is not None
-            if call.index in calls:
-                calls[call.index].function.arguments += call.function.arguments or ""
-            else:
-                calls[call.index] = call
-                call.function.arguments = call.function.arguments or ""
-    (only,) = calls.values()
-    assert set(json.loads(only.function.arguments)) == {"location", "units"}
-
-
-def test_parsed_tool_calls(client: openai.OpenAI) -> None:
-    completion = client.chat.completions.parse(
-        model=MODEL,
-        messages=ask("look up all my orders in november of last year that were fulfilled but not delivered on time"),
-        tools=[openai.pydantic_function_tool(Query)],
-    )
-    (call,) = completion.choices[0].message.tool_calls or []
-    assert isinstance(call.function.parsed_arguments, Query)
 
 
 def test_json_mode_and_choices_of_vllm(client: openai.OpenAI) -> None:
@@ -249,23 +187,6 @@ def test_choices_differ_without_a_seed_except_at_temperature_0(
         client.chat.completions.parse(**options, response_format=CalendarEvent),
     ):
         assert len({choice.message.content for choice in completion.choices}) == texts
-
-
-def test_choices_stop_logprobs_and_completions(client: openai.OpenAI) -> None:
-    chat = client.chat.completions.create(
-        model=MODEL, messages=ask("Hi"), n=3, seed=1, max_tokens=6, logprobs=True, top_logprobs=2
-    )
-    assert len({choice.message.content for choice in chat.choices}) == 3
-    assert all(choice.logprobs is not None and len(choice.logprobs.content or ()) == 6 for choice in chat.choices)
-    assert chat.usage is not None
-    assert chat.usage.completion_tokens == 18
-    text = client.completions.create(model=MODEL, prompt=["Once upon", "a time"], max_tokens=6, echo=True, seed=1)
-    assert [choice.text[:6] for choice in text.choices] == ["Once u", "a time"]
-    first, second = text.choices[0].text.removeprefix("Once upon ").split()[:2]
-    stopped = client.completions.create(model=MODEL, prompt="Once upon", max_tokens=6, stop=second, seed=1)
-    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (f" {first} ", "stop")
-    vectors = client.embeddings.create(model=MODEL, input=["The food was delicious", "and the waiter"])
-    assert len(vectors.data) == 2
 
 
 SCHEMATHESIS = str(Path(sys.executable).with_name("schemathesis"))

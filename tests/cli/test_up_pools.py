@@ -1,8 +1,6 @@
 """`forebay up` with pools by grid, canaries and drains, and with prefill and decode pools."""
 
-import asyncio
 import json
-import random
 import signal
 import time
 from collections.abc import Callable
@@ -119,68 +117,6 @@ def test_disagg_decode_workers_prefill_without_prefill_workers_unless_enforced(
         assert (ready.status_code, ready.json()["error"]["message"]) == (503, NO_PREFILL_WORKER)
         set_to(up, enforce=False)
         assert httpx.get(f"{up.url}/ready", timeout=10).status_code == 200
-
-
-SEED = 8
-LEFT_OVER = (
-    'forebay_owner_requests{model="forebay-default",phase=',
-    "forebay_kv_transfer_held_blocks{",
-    "forebay_kv_transfer_in_flight{",
-    "dynamo_frontend_worker_active_decode_blocks{",
-    "dynamo_frontend_worker_active_prefill_tokens{",
-)
-
-
-async def complete_and_disconnect(up: Up, count: int) -> tuple[int, int]:
-    """Start `count` streams and disconnect from some. Return the numbers of complete and abandoned streams."""
-    chance = random.Random(SEED)
-    print(f"{SEED=}")
-
-    async def one(client: httpx.AsyncClient, body: dict[str, Any], patience_s: float | None) -> bool:
-        try:
-            async with asyncio.timeout(patience_s):
-                response = await client.post(f"{up.url}/v1/completions", json={"model": "forebay-default", **body})
-                assert response.text.endswith("data: [DONE]\n\n"), response.text
-        except TimeoutError:
-            return False
-        return True
-
-    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
-        tasks = []
-        for number in range(count):
-            token_ids = [(number * 7_919 + place) % 1_000 for place in range(chance.choice((20, 200, 900)))]
-            body = {"prompt": token_ids, "max_tokens": chance.randint(1, 60), "ignore_eos": True, "stream": True}
-            patience_s = chance.uniform(0.0, 0.4) if chance.random() < 0.4 else None
-            tasks.append(asyncio.create_task(one(client, body, patience_s)))
-            await asyncio.sleep(0.005)
-        completed = sum(await asyncio.gather(*tasks))
-    return completed, count - completed
-
-
-@pytest.mark.slow
-def test_disagg_no_kv_is_retained_for_disconnected_clients() -> None:
-    # The lease is longer than this test, so KV is released by cancellation or fetch.
-    small = ("--kv-blocks", "400", "--block-size", "16", "--engine-args", '{"kv_lease_s": 600}', "--speedup", "2")
-    with running(*APART, *small) as up:
-        completed, left = asyncio.run(complete_and_disconnect(up, 150))
-        assert completed > 50, "streams of clients that stayed completed"
-        assert left > 20
-        ends_s = time.monotonic() + 20.0
-        while (over := {start: up.metric(start) for start in LEFT_OVER}) != dict.fromkeys(LEFT_OVER, 0.0):
-            assert time.monotonic() < ends_s, over
-            time.sleep(0.05)
-        assert up.metric("forebay_kv_transfer_fetches_total{") > 0
-        assert up.metric('forebay_router_requests_aborted_total{model="forebay-default",reason="cancelled"}') > 0
-
-
-@pytest.mark.slow  # three systems
-def test_disagg_a_log_continues_with_other_worker_roles(tmp_path: Path, aggregated: list[tuple[str, str]]) -> None:
-    log = tmp_path / "log.db"
-    for fleet in (("--workers", "2"), APART, ("--workers", "1")):
-        with running(*fleet, "--block-size", "16", "--log", str(log)) as up:
-            assert texts(complete_all(up)) == aggregated
-            assert up.end(signal.SIGTERM) == 0
-    assert verified(log)["claims"] == 3
 
 
 @pytest.mark.parametrize(
