@@ -1,12 +1,10 @@
 """Who may send requests: API keys, the admin token, web pages, and the header `Host`, on every route."""
 
-import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import pytest_asyncio
 from starlette.routing import Route
@@ -264,17 +262,6 @@ async def test_requests_without_a_valid_key_get_401(keyed: Scene, given: list[st
 @pytest.mark.parametrize("given", ["Bearer first-key", "bearer second-key", "BEARER  first-key"])
 async def test_each_key_is_accepted(keyed: Scene, given: str) -> None:
     assert (await keyed.client.get("/v1/models", headers={"authorization": given})).status_code == 200
-
-
-@MODULE_LOOP
-async def test_the_openai_client_sends_its_key(keyed: Scene) -> None:
-    async with keyed.openai_client(KEYS[1]) as client:
-        pending = asyncio.create_task(client.completions.create(model=NAME, prompt="a"))
-        keyed.reply((await keyed.next_request()).request_id, " b")
-        assert (await pending).choices[0].text == " b"
-    async with keyed.openai_client("wrong") as client:
-        with pytest.raises(openai.AuthenticationError, match="401"):
-            await client.completions.create(model=NAME, prompt="a")
 
 
 @MODULE_LOOP

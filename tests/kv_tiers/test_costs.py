@@ -29,22 +29,15 @@ def learned(
 
 def test_costs_without_noise_are_found_exactly() -> None:
     one = learned(250, 40, 11, 0.002)
-    cost = one.transfer("disk")
-    assert cost is not None
-    assert (cost.fixed_us, cost.block_us) == pytest.approx((250, 40), rel=1e-3)
+    (disk,) = one.measured(BLOCK).tiers
+    assert (disk.tier, one.transfer("store")) == ("disk", None)
+    assert (disk.fixed_us, disk.block_us) == pytest.approx((250, 40), rel=1e-3)
+    assert learned(250, 40, 11).measured(BLOCK).prefill_block_us == pytest.approx(11 * BLOCK, rel=1e-3)
+    assert CostModel().measured(BLOCK) == TierCosts(prefill_block_us=0.0)
     assert one.prefill is not None
     assert (one.prefill.token_us, one.prefill.attended_us, one.prefill.fixed_us) == pytest.approx(
         (11, 0.002, 500), rel=1e-3
     )
-
-
-def test_an_event_has_the_costs_of_measured_tiers() -> None:
-    costs = learned(250, 40, 11).measured(BLOCK)
-    assert costs.prefill_block_us == pytest.approx(11 * BLOCK, rel=1e-3)
-    (disk,) = costs.tiers
-    assert disk.tier == "disk"
-    assert (disk.fixed_us, disk.block_us) == pytest.approx((250, 40), rel=1e-3)
-    assert CostModel().measured(BLOCK) == TierCosts(prefill_block_us=0.0)
 
 
 def test_nothing_is_known_at_first() -> None:
@@ -96,12 +89,6 @@ def test_the_rule_is_near_the_better_choice_despite_noise(
         loads = one.worthwhile(0, [TierRun("disk", blocks)], BLOCK)
         assert loads in {0, blocks}
         assert (load_us if loads else prefill_us) <= 1.5 * min(load_us, prefill_us)
-
-
-def test_the_crossover_depends_on_the_length() -> None:
-    one = learned(fixed_us=3200, block_us=80, token_us=10)  # computing a block takes 160 us
-    assert one.worthwhile(0, [TierRun("disk", 30)], BLOCK) == 0
-    assert one.worthwhile(0, [TierRun("disk", 50)], BLOCK) == 50
 
 
 def test_attention_makes_later_blocks_worth_loading() -> None:

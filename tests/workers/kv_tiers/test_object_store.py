@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from forebay import runtime
 from forebay.runtime.errors import ConfigError
 from forebay.workers.engine import EngineError
 from forebay.workers.kv_tiers.object_store import THREADS, ObjectStore
@@ -16,15 +15,12 @@ from tests.workers.kv_tiers.cases import (
     BLOCK_BYTES,
     QUOTA,
     URL,
-    ShiftedClock,
     check_read,
     identity,
     inventory,
     name_of,
     names,
-    rank,
     read,
-    settings,
     write,
 )
 
@@ -109,44 +105,3 @@ def test_missing_credentials_are_reported(endpoint: str, monkeypatch: pytest.Mon
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     with pytest.raises(EngineError, match="credentials"):
         opened(endpoint)
-
-
-PROMPT = range(6)
-
-
-def in_bucket(server: FaultyServer, tmp_path: Path, wait_s: float = 50.0) -> TierSettings:
-    own = settings(tmp_path, host=16, read_s=wait_s, write_s=wait_s)
-    fields = {name: getattr(own, name) for name in own.__slots__}
-    return TierSettings(**fields | {"store": f"s3://{BUCKET}/tiers", "store_endpoint": server.endpoint})
-
-
-def test_a_rank_onboards_what_another_rank_computed(proxy: FaultyServer, tmp_path: Path) -> None:
-    given = in_bucket(proxy, tmp_path)
-    with rank(given) as one, rank(given) as two:
-        one.offload(PROMPT)
-        result = two.load(PROMPT, hinted=6)
-        assert (result.by_tier, result.bytes) == ({"store": 6}, 6 * BLOCK_BYTES)
-        assert two.tiers.counters().onboarded_bytes["store"] == 6 * BLOCK_BYTES
-    with rank(given) as three:
-        assert three.held["store"] == {*PROMPT}, "the inventory lists them"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", [403, 500, SILENT])
-def test_a_failing_bucket_costs_one_wait_and_no_block_is_lost(fault: int, proxy: FaultyServer, tmp_path: Path) -> None:
-    clock = ShiftedClock()
-    with runtime.use(clock), rank(in_bucket(proxy, tmp_path, wait_s=5.0 if fault == SILENT else 50.0)) as one:
-        one.offload(PROMPT)
-        one.tiers.clear()
-        proxy.fault = fault
-        while one.match(PROMPT):
-            assert one.load(PROMPT).blocks == 0
-        requests = len(proxy.requests)
-        for _ in range(20):
-            assert one.match(PROMPT) == []
-        assert len(proxy.requests) == requests
-        one.offload(range(100, 104))
-        assert one.load(range(100, 104)).by_tier == {"host": 4}
-        proxy.fault = 0
-        clock.ahead_s += 120
-        assert one.load(PROMPT).by_tier == {"store": 6}
