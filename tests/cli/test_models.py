@@ -14,6 +14,7 @@ from forebay.events.fleet import WorkerJoined, WorkerLost, WorkerSpec
 from forebay.events.groups import GroupPlaced
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import FLEET, GROUPS, HEARTBEATS, Topic
+from forebay.journal.groups import partitions_of
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.in_process import forebay
@@ -99,4 +100,6 @@ def test_a_model_without_workers_is_removed(log: Path) -> None:
     assert remove("two") == "forebay: two has workers: w; stop them first\n"
     asyncio.run(append(FLEET, WorkerLost(owner_epoch=0, worker_id="w", worker_epoch=1)))
     assert remove("two") == "removed the group two, so control partition 1 is free\n"
+    with closing(SqliteLog.open(log)) as opened:
+        assert asyncio.run(partitions_of(opened)) == {0, 1}, "`explain` finds requests of removed models"
     assert remove("two").startswith("forebay: NAME|DIGEST: unknown model 'two'; models are: one")

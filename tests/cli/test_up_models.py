@@ -245,12 +245,12 @@ def test_a_log_keeps_the_groups_of_all_models(folder: Path, tmp_path: Path, monk
     beside = "--console", "--console-port", str(console), "--admin-api"
     alone = "--model", str(folder / "beta"), "--model-name", "org/beta", "--block-size", "16"
     starts = (["--model", str(folder / "alpha")], ["alpha"]), (["--config", tables(folder)], ["alpha", "org/beta"])
-    request_id = ""
+    request_id, same = "", {"x-request-id": "same"}
     for options, models in (*starts, (alone, ["org/beta"])):
         with running("--log", str(log), *options, *beside) as up:
             require_console(f"http://127.0.0.1:{console}", models[0])
             for model in models:
-                response = httpx.post(f"{up.url}/v1/chat/completions", json=chat(model))
+                response = httpx.post(f"{up.url}/v1/chat/completions", json=chat(model), headers=same)
                 assert response.status_code == 200
                 request_id = response.json()["id"] if model == "alpha" else request_id
             listed = [card["id"] for card in httpx.get(f"{up.url}/v1/models").json()["data"] if "parent" not in card]
@@ -268,10 +268,12 @@ def test_a_log_keeps_the_groups_of_all_models(folder: Path, tmp_path: Path, monk
     assert json_of("status", log)["others"] == ["alpha"]
     assert "others     alpha, without ready workers" in forebay("status", log).stdout
     assert json_of("explain", log, request_id)["submitted"]["model"] == "alpha"
+    assert len(json_of("explain", log, "same")["others"]) == 3, "of both models"
     assert "unknown request 'no'" in error_of("explain", log, "no")
     assert "unknown request" in error_of("explain", log, request_id, "--group", "org/beta")
     recorded = tmp_path / "both.rec"
     assert forebay("record", log, str(recorded)).returncode == 0
+    assert "org/beta  " in (shown := forebay("status", str(recorded)).stdout) and "alpha  " in shown, shown
     with closing(SqliteLog.open(recorded, readonly=True)) as recording:
         assert recording.recording is not None
         assert [group.name for group in recording.recording.groups] == ["alpha", "org/beta"]

@@ -23,7 +23,7 @@ def test_a_console_without_its_port_does_not_end_the_system(tmp_path: Path) -> N
                 line = up.process.stdout.readline()
                 assert line, output
                 output += line
-            assert f"127.0.0.1:{port} (Address already in use); choose another --console-port" in output
+            assert f"127.0.0.1:{port} (Address already in use" in output and "; choose another --console-port" in output
             assert httpx.get(f"{up.url}/v1/models").status_code == httpx.codes.OK
         finally:
             up.process.send_signal(signal.SIGTERM)

@@ -117,8 +117,7 @@ async def test_a_removed_group_leaves_its_partition_to_another(log: SqliteLog) -
         await log.append([Draft(GROUPS.name, 0, b"", MODEL.encode())])
         await until(lambda: not router.members)
         assert router.owners == {}
-        placed = encode(GROUPS, GroupPlaced(group="another", partition=0))
-        await log.append([Draft(GROUPS.name, 0, placed, b"another")])
+        await log.append([Draft(GROUPS.name, 0, encode(GROUPS, GroupPlaced(group="another", partition=0)), b"another")])
         system.join("w1", model="another")  # in the pool that the removed model has configured
         router.assign({0})
         await until(lambda: 0 in router.owners and len(router.owners[0].world.fleet) == 1)
@@ -137,10 +136,7 @@ async def test_a_standby_without_an_assignment_takes_over_from_a_silent_owner(lo
         await until(lambda: heartbeats(log, "owner") and heartbeats(log, "standby"))
         paused.running.clear()
         await until(lambda: 0 in standby.owners)
-        claim, seen_us = (
-            system.decisions(OwnerClaimed)[-1],
-            [one.at_us for one in heartbeats(log) if one.router_id == "a"],
-        )
+        claim, seen_us = system.decisions(OwnerClaimed)[-1], [b.at_us for b in heartbeats(log) if b.router_id == "a"]
         assert seen_us[-1] <= claim.previous_seen_us <= claim.at_us
         await system.serve("meanwhile", PREFIX)
         paused.running.set()

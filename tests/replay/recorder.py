@@ -135,11 +135,12 @@ def outage(seal: int = -1) -> tuple[Recorder, int]:
     made = fleet("a", "b")
     for name in ("r", "done"):
         made.ask(name, PROMPTS[0][:2], timeout_us=60_000_000)
-    begin_us = made.world.now_us
-    claimed_us = begin_us + 3_000_000
+    claimed_us = (begin_us := made.world.now_us) + 3_000_000
     made.take_over("second", at_us=claimed_us, previous_seen_us=begin_us + 1_000_000, seal=seal)
     made.progress("r", FirstTokenEmitted, 3_000_500, at_us=begin_us + 50_000)
-    made.progress("done", RequestFinished, finish_reason="stop", at_us=begin_us + 900_000)
+    done = made.of("done", RequestFinished, finish_reason="stop", at_us=begin_us + 900_000)
+    made("progress", done)
+    made("progress", done)  # a repeated record
     made.ask("late", PROMPTS[0][:2], at_us=begin_us + 2_000_000)
     made.progress("r", RequestFinished, finish_reason="stop", at_us=claimed_us + 1_000)
     made.seal()

@@ -548,20 +548,20 @@ async def test_takeover_makes_events_of_the_previous_owner_stale() -> None:
         assert found.earlier_uses == uses
 
 
-@pytest.mark.parametrize(("seal", "kind"), [(-1, "an outage"), (3, "a planned hand-over")])
+@pytest.mark.parametrize(("seal", "kind"), [(-1, "an outage of up to"), (3, "a planned hand-over of")])
 async def test_an_outage_has_a_length_and_late_events_say_when_they_were_written(seal: int, kind: str) -> None:
     made, claimed_us = outage(seal)
     found = await made.explain("r")
     assert words(found) == ["submitted", "routed", "outage", "owner_claimed", "first_token", "finished"]
     _, routed, gap, claimed, first, finished = found.timeline
-    assert gap.text == f"no router owns the group: {kind} of 2.000 s, which delayed 2 requests"
+    assert gap.text == f"no router owns the group: {kind} 2.000 s, which delayed 2 requests"
     assert (gap.now_us, gap.outage_us, gap.delayed) == (claimed_us - 2_000_000, 2_000_000, 2)
     assert claimed.now_us == claimed_us
     assert first.text.endswith("; written at +0.050 s, before the takeover")
     assert (first.written_us, finished.written_us, routed.written_us) == (claimed_us - 2_950_000, None, None)
     found = await made.explain("late")
     assert words(found) == ["outage", "owner_claimed", "submitted", "routed"]
-    assert [one.after_us for one in found.timeline[:3]] == [-2_000_520, -520, 0]
+    assert [one.after_us for one in found.timeline[:3]] == [-2_000_530, -530, 0]
     assert "; written at -1.001 s, before the takeover" in found.timeline[2].text
 
 

@@ -15,6 +15,7 @@ from forebay.transport.base import Draft
 from forebay.transport.heartbeats import RouterHeartbeats
 from forebay.transport.sqlite.log import SqliteLog
 from tests.harness.memory_log import memory_log
+from tests.replay.recorder import fleet
 from tests.system import BLOCK, MODEL, System, submitted, until
 
 REQUESTS = 6
@@ -49,6 +50,18 @@ async def test_events_after_the_newest_decision_are_applied() -> None:
         assert [pool.routed for pool in exact.pools] == [REQUESTS]
         assert sum(rank.cached_blocks for worker in exact.workers for rank in worker.ranks) > 0
     log.close()
+
+
+async def test_an_outage_begins_at_the_previous_claim_and_is_unknown_if_clocks_differ() -> None:
+    async with System(memory_log()[0]).started(workers=0) as system:
+        for _ in range(2):
+            async with system.owned(dies=True):
+                pass
+        first, second = system.decisions(OwnerClaimed)
+        assert (await read_status(system.log, 0, MODEL)).owner.outage_us == second.at_us - first.at_us
+    made = fleet("a")
+    made.take_over("second", at_us=1, previous_seen_us=2)
+    assert (await read_status(await made.log(), 0, MODEL)).owner.outage_us is None
 
 
 async def test_workers_are_shown_before_the_first_decision() -> None:

@@ -164,7 +164,7 @@ def _facts(status: GroupStatus) -> Iterator[tuple[str, str]]:
 def _owner(owner: OwnerStatus) -> str:
     parts = [owner.owner_id or "unknown, because its claim is no longer on the log", f"epoch {owner.epoch}"]
     if owner.since_us is not None:
-        after = f" after {owner.outage_us / 1e6:.3f} s without an owner" if owner.outage_us else ""
+        after = f" after up to {owner.outage_us / 1e6:.3f} s without an owner" if owner.outage_us else ""
         parts.append(f"since {recent_time(owner.since_us)}{after}")
     if owner.heartbeat_age_s is not None:
         parts.append(f"heartbeat {owner.heartbeat_age_s:.1f} s ago")

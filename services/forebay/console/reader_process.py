@@ -28,7 +28,7 @@ from forebay.events.request_ids import aliases_of
 from forebay.events.topics import DECISIONS, INPUTS
 from forebay.ingress.child_process import ChildConnection, ChildResponse
 from forebay.ingress.explain_worker import LogSource, opened_log
-from forebay.journal.groups import groups_of
+from forebay.journal.groups import partitions_of
 from forebay.replay.at import NoSuchRecord, Position, last_time
 from forebay.replay.catalog import request_queries
 from forebay.replay.catalog.seek import catalog_explanation, catalog_position
@@ -100,7 +100,7 @@ class Reader:
                 custom=self._custom,
             )
         except UnknownRequest:
-            others = [one for one in (await groups_of(self._log)).values() if one != self._settings.partition]
+            others = await partitions_of(self._log) - {self._settings.partition}
             if not others:
                 raise
             return await explain_among(self._log, others, message.request_id, custom=self._custom)

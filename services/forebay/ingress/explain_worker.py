@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, closing
 import msgspec
 
 from forebay.ingress.child_process import ChildConnection, ChildResponse
-from forebay.journal.groups import groups_of
+from forebay.journal.groups import partitions_of
 from forebay.replay.explain.explain import explain_among
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.explain.find import UnknownRequest
@@ -66,7 +66,7 @@ async def _respond(source: LogSource, request: AnyRequest) -> ChildResponse:
                 await require_allowed(log, request.partition, custom)
                 found = await read_status(log, request.partition, request.group, custom)
             else:
-                partitions = (await groups_of(log)).values() if request.partition is None else [request.partition]
+                partitions = await partitions_of(log) if request.partition is None else {request.partition}
                 found = await explain_among(log, partitions, request.request_id, thorough=False, custom=custom)
     except UnknownRequest as unknown:
         return ChildResponse(status=404, code="request_not_found", message=str(unknown))

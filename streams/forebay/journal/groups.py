@@ -38,13 +38,21 @@ async def groups_of(log: Log) -> dict[str, int]:
     return {pools[0].model if pools else "": 0}
 
 
+async def partitions_of(log: Log) -> set[int]:
+    """Return the control partitions of all groups, also of removed ones, whose records remain. Raises LogError."""
+    found = set((await groups_of(log)).values())
+    if isinstance(log, SqliteLog) and log.recording is not None:
+        return found
+    return found | {event.partition async for _, event in events_of(log, GROUPS, PARTITION)}
+
+
 async def groups_with_workers(log: Log, placed: Mapping[str, int]) -> list[str]:
     """Return those of the groups that have ready workers now; of a log file, those of its last start. Raises LogError.
 
-    All groups are returned if none has workers.
+    All groups are returned if none has workers, and of a recording, whose groups made decisions in its window.
     """
     if isinstance(log, SqliteLog):
-        records = [record async for record in _placements(log)]
+        records = [] if log.recording else [record async for record in _placements(log)]
         # A start appends the placements of its models together.
         found = [(record.key or b"").decode() for record in records if record.at_us == records[-1].at_us]
     else:

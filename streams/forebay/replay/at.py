@@ -247,8 +247,7 @@ async def offset_at(log: Log, partition: int, time_us: int, states: States | Non
                 )
             return found
         newest = offset
-        is_later = isinstance(record, OwnerClaimed) and record.at_us > time_us
-        if clock_us and not is_later:
+        if clock_us and not (isinstance(record, OwnerClaimed) and record.at_us > time_us):
             found = offset
     return newest if found < 0 else found  # an owner that has applied no event yet has no clock
 

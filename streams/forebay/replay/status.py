@@ -173,6 +173,7 @@ async def build_status(
     """Return the status of a group in this world."""
     epoch = world.owner_epoch
     claim = await claim_at(log, partition, epoch)
+    seen_us = claim.previous_seen_us if claim else 0
     ends = {topic.name: await log.end(topic.name, partition) for topic in INPUTS}
     # The world of a running owner changes at each `await`, so there is none from here on.
     missing = missing_worker(world, group)
@@ -196,7 +197,7 @@ async def build_status(
             owner_id="" if claim is None else claim.owner_id,
             epoch=epoch,
             since_us=None if claim is None else claim.at_us,
-            outage_us=max(0, claim.at_us - claim.previous_seen_us) if claim and claim.previous_seen_us else None,
+            outage_us=claim.at_us - seen_us if claim and claim.at_us >= seen_us > 0 else None,
             alive=None,
             heartbeat_age_s=None,
             standbys=None,

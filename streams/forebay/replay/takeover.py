@@ -59,6 +59,6 @@ class Takeover(msgspec.Struct):
 
     @property
     def text(self) -> str:
-        kind = "a planned hand-over" if self.claim.seal >= 0 else "an outage"
+        kind = "a planned hand-over of" if self.claim.seal >= 0 else "an outage of up to"
         requests = "no request" if not self.delayed else f"{self.delayed:,} request{'s' * (self.delayed > 1)}"
-        return f"{kind} of {self.outage_us / 1e6:.3f} s, which delayed {requests}"
+        return f"{kind} {self.outage_us / 1e6:.3f} s, which delayed {requests}"

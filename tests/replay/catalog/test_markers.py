@@ -81,7 +81,7 @@ async def test_takeovers_name_both_routers() -> None:
         made.take_over(owner_id, at_us=9_000)
     assert await texts_of(made, "takeover") == [
         "Router test became the owner.",
-        "Router test claimed the group again after an outage of 0.009 s, which delayed no request.",
+        "Router test claimed the group again after an outage of up to 0.009 s, which delayed no request.",
         "Router other took over from test.",
     ]
 
@@ -92,7 +92,7 @@ async def test_a_takeover_is_marked_at_its_claim_with_the_outage_before_it(every
     found = await markers_of(made, reopen_every=every, write_every=every)
     first, takeover = [one for one in found if one.kind == "takeover"]
     assert (takeover.at_us, takeover.outage_us, first.outage_us) == (claimed_us, 2_000_000, 0)
-    text = "Router second took over from test after an outage of 2.000 s, which delayed 2 requests."
+    text = "Router second took over from test after an outage of up to 2.000 s, which delayed 2 requests."
     assert takeover.text == text
 
 

@@ -19,7 +19,7 @@ from forebay.cli.replay.command import ExplainCommand
 from forebay.core.routing.policies import CustomPolicies
 from forebay.core.ttft_parts import Part
 from forebay.events.control import RouterConfig
-from forebay.journal.groups import groups_of
+from forebay.journal.groups import groups_of, partitions_of
 from forebay.replay.explain.explain import explain_among
 from forebay.replay.explain.explanation import (
     CandidateCost,
@@ -77,9 +77,9 @@ async def _explain(
     recording: Recording, request_id: str, on_progress: OnProgress, custom: CustomPolicies
 ) -> Explanation:
     async with recording.source() as log:
-        placed = await groups_of(log)
-        groups = await recording.groups_among(log, placed) if recording.group else placed
-        partitions = [placed[group] for group in groups]
+        placed = await groups_of(log) if recording.group else {}
+        named = {placed[group] for group in (await recording.groups_among(log, placed) if recording.group else ())}
+        partitions = named or await partitions_of(log)
         return await explain_among(log, partitions, request_id, progress=on_progress, custom=custom)
 
 

@@ -12,7 +12,7 @@ from pydantic import model_validator
 
 from forebay import runtime
 from forebay.events.request_ids import client_id_of
-from forebay.ingress.errors import invalid
+from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.group import GroupClient
 from forebay.ingress.http.body import BodyReader, request_id_of
@@ -55,7 +55,12 @@ def add_explain(app: FastAPI, models: ServedModels, explainer: Explainer) -> Non
         group, status = group_of(request, models) if is_named or len(models.names) == 1 else None, "error"
         try:
             partition = None if group is None else group.require_partition()
-            explanation = await explainer.explain(request_id, partition if is_named else None)
+            try:
+                explanation = await explainer.explain(request_id, partition)
+            except ApiError as error:  # only now, because other models may have long journals
+                if is_named or partition is None or error.code != "request_not_found":
+                    raise
+                explanation = await explainer.explain(request_id, None)
             status = "success"
         finally:
             if group is not None:

@@ -163,6 +163,7 @@ class Owner:
         end = await self._log.end(DECISIONS.name, settings.partition)
         recovered = await recover(self._log, settings.partition, end, settings.policies, standby)
         seen_us = max(recovered.world.now_us, recovered.sealed_us, 0 if standby is None else standby.owner_seen_us)
+        seen_us = max(seen_us, 0 if recovered.claim is None else recovered.claim.at_us)
         claim = OwnerClaimed(
             owner_id=settings.owner_id,
             core_version=CORE_VERSION,

@@ -177,7 +177,8 @@ class ContentsObserver(CatalogObserver):
             number = world.view[REQUESTS.name] - 1
             self._submitted = CatalogRequest.of_submission(number, event, now_us)
             self._metrics.count_submission(now_us)
-            self._count_delayed(event)
+            if self._markers.takeover is not None:
+                self._markers.takeover.count(event)
 
     def _decide(
         self,
@@ -218,12 +219,9 @@ class ContentsObserver(CatalogObserver):
         if is_first:
             self._metrics.count_first_token(request, event.worker_id, now_us)
         elif request.ended_us is not None:
-            self._count_delayed(event)
+            if self._markers.takeover is not None:
+                self._markers.takeover.count(event)
             self._end(request, PROGRESS.name, offset, now_us)
-
-    def _count_delayed(self, event: RequestSubmitted | RequestProgress) -> None:
-        if (takeover := self._markers.takeover) is not None:
-            takeover.count(event)
 
     def _fail_transfer(
         self, event: TransferFailed, now_us: int, decisions: Sequence[AnyDecision], world: World

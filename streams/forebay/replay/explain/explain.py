@@ -21,6 +21,7 @@ from forebay.journal.records import OtherRules, decode_or_none
 from forebay.journal.start import Start, oldest_state
 from forebay.replay.explain.explanation import Explanation, SubmissionEvent, TimelineEntry
 from forebay.replay.explain.find import (
+    OTHERS_MAX,
     Mentions,
     OnProgress,
     RequestLocation,
@@ -121,12 +122,11 @@ async def explain_among(
         except (UnknownRequest, LogError) as error:
             errors.append(error)
     if not found:
-        raise min(
-            errors,
-            key=lambda one: (isinstance(one, UnknownRequest), not getattr(one, "near", ())),
-            default=UnknownRequest(request_id, ()),
-        )
-    return max(found, key=lambda one: 0 if one.submitted is None else one.submitted.wall_us)
+        errors.append(UnknownRequest(request_id, ()))
+        raise min(errors, key=lambda one: (isinstance(one, UnknownRequest), not getattr(one, "near", ())))
+    newest, *rest = sorted(found, key=lambda one: 0 if one.submitted is None else -one.submitted.wall_us)
+    others = *(newest.others or ()), *(name for one in rest for name in (one.request_id, *(one.others or ())))
+    return msgspec.structs.replace(newest, others=tuple(dict.fromkeys(others))[:OTHERS_MAX] if thorough else None)
 
 
 async def _derive(

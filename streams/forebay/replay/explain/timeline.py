@@ -103,6 +103,7 @@ class Timeline:
         self._now_us = world.now_us
         self._owner_epoch = world.fleet.owner_epoch
         self._takeover: Takeover | None = None  # by the owner that reads the events now
+        self._in_flight: set[str] = set()  # at the takeover, and not ended since
         self.is_behind = False  # whether the last step has events that were written before the takeover
         self._plans: deque[Routing] = deque()
         self._submission_event: tuple[SubmissionEvent, int] | None = None
@@ -144,6 +145,7 @@ class Timeline:
             self._decide(record, place)
         elif isinstance(record, OwnerClaimed):
             self._takeover = Takeover.of(step.offset, record, self._world, self._takeover)
+            self._in_flight = {one.submitted.request_id for one in self._world.requests.active()}
             if self.begun and not self.over:
                 self._entries.append(self._takeover)
         self._flush()
@@ -220,8 +222,10 @@ class Timeline:
 
     def _consume(self, topic: str, offset: int, event: Any) -> None:
         self._flush()
-        if self._takeover is not None and self._takeover.count(event):
+        ended = {event.request_id} if isinstance(event, RequestFinished | RequestFailed) else set()
+        if self._takeover is not None and ended <= self._in_flight and self._takeover.count(event):
             self.is_behind = True
+        self._in_flight -= ended
         match event:
             case RequestSubmitted() | RouteQueried():
                 if event.request_id == self.request_id:
