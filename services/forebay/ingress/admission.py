@@ -15,12 +15,9 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from forebay import runtime
 from forebay.ingress.errors import RETRY_AFTER_S, ApiError
 from forebay.ingress.metrics import IngressMetrics
-from forebay.ingress.openai.requests import KINDS
 
 POOL_FULL = "pool_full"  # error code of the owner when its queue is full
 IN_FLIGHT_MAX = 8_192  # per process, about 100 kB each; a Python process cannot stream more responses at once
@@ -133,30 +130,3 @@ class IngressAdmission:
                 self._start()
                 self._begun += 1
                 turn.set_result(None)
-
-
-class AdmissionMiddleware:
-    """ASGI middleware that admits or rejects completion and embedding requests before their bodies are read."""
-
-    def __init__(self, app: ASGIApp, admission: IngressAdmission, metrics: IngressMetrics) -> None:
-        self._app = app
-        self._admission = admission
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        kind = KINDS.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if kind is None:
-            await self._app(scope, receive, send)
-            return
-        try:
-            self._admission.enter()
-        except ApiError as error:
-            self._metrics.reject(error.code)
-            self._metrics.rejected(kind.endpoint)
-            # The connection stays open. If it were closed during the upload, the client might not see the response.
-            await error.send(send)
-            return
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._admission.leave()

@@ -13,7 +13,6 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forebay.events.names import unknown_name
-from forebay.ingress.admission import AdmissionMiddleware
 from forebay.ingress.drain import DrainMiddleware
 from forebay.ingress.errors import ApiError
 from forebay.ingress.explainer import Explainer
@@ -84,10 +83,9 @@ class IngressApp(FastAPI):
 
 
 def _front(app: IngressApp, models: ServedModels, hosts: frozenset[str] | None) -> ASGIApp:
-    """Return the middleware of the application, outermost first: CORS, origin, API key, drain, admission."""
+    """Return the middleware of the application, outermost first: CORS, origin, API key, drain, runs."""
     settings, metrics = models.front.settings, models.front.metrics
     front: ASGIApp = RunRoutes(app.serve_route, models)
-    front = AdmissionMiddleware(front, models.front.admission, metrics)
     front = DrainMiddleware(front, models.front.drain, metrics.reject)
     if settings.api_keys:
         front = ApiKeyGuard(front, settings.api_keys, metrics.reject)

@@ -26,7 +26,10 @@ from forebay.transport.base import LogError
 
 
 class RunRoutes:
-    """ASGI middleware that serves `POST` requests of the paths in `KINDS`, and passes on all others."""
+    """ASGI middleware that serves `POST` requests of the paths in `KINDS`, and passes on all others.
+
+    A request is admitted or rejected before its body is read.
+    """
 
     def __init__(self, app: ASGIApp, models: ServedModels) -> None:
         self._app = app
@@ -37,11 +40,23 @@ class RunRoutes:
         if kind is None:
             await self._app(scope, receive, send)
             return
+        front = self._models.front
         try:
-            response = await respond(Request(scope, receive), self._models, kind)
-        except (ApiError, LogError, ClientDisconnect) as error:
-            response = error_response(self._models.front, error)
-        await response(scope, receive, send)
+            front.admission.enter()
+        except ApiError as error:
+            front.metrics.reject(error.code)
+            front.metrics.rejected(kind.endpoint)
+            # The connection stays open. If it were closed during the upload, the client might not see the response.
+            await error.send(send)
+            return
+        try:
+            try:
+                response = await respond(Request(scope, receive), self._models, kind)
+            except (ApiError, LogError, ClientDisconnect) as error:
+                response = error_response(front, error)
+            await response(scope, receive, send)
+        finally:
+            front.admission.leave()
 
 
 async def respond(request: Request, models: ServedModels, kind: type[AnyBody]) -> Response:
