@@ -136,7 +136,7 @@ def test_results_are_printed_if_the_server_dies(tmp_path: Path, server: Scripted
     assert run.returncode == 1, run.stderr
     assert "2 requests completed, 4 failed" in run.stdout
     assert "e2e_ms" in run.stdout
-    assert "failed 3x: connection refused: ConnectError" in run.stdout
+    assert "failed 3x: no connection: ConnectError" in run.stdout
     assert "failed 1x: connection lost before the response: RemoteProtocolError" in run.stdout
     assert f"forebay: warning: {server.url} did not respond to GET /metrics after the last request" in run.stderr
 
