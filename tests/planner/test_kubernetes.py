@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from forebay.live.planner.actuator import ActuatorError
-from forebay.planner.actuators.kubernetes import KubernetesActuator, PodSet, RequestLimits, connect
+from forebay.planner.actuators import kubernetes
+from forebay.planner.actuators.kubernetes import KubernetesActuator, PodSet, connect
 from forebay.runtime.errors import ConfigError
 from tests.harness.local import free_ports
 from tests.harness.stub_servers import HANG, KubernetesStub, kubernetes_stub
@@ -17,7 +18,11 @@ pytestmark = pytest.mark.asyncio
 PREFILL, DECODE = ("llama", "prefill"), ("llama", "decode")
 POD_SETS = {PREFILL: PodSet("deployment", "serving", "prefill"), DECODE: PodSet("statefulset", "serving", "decode")}
 PREFILL_KEY, DECODE_KEY = "deployments/serving/prefill", "statefulsets/serving/decode"
-LIMITS = RequestLimits(connect_s=20.0, read_s=20.0, tries=3, pause_s=0.0)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes, "PAUSE_S", 0.0)
 
 
 @pytest.fixture
@@ -35,8 +40,8 @@ def kubeconfig(stub: KubernetesStub, tmp_path: Path) -> str:
     return str(path)
 
 
-def actuator_for(kubeconfig: str, limits: RequestLimits = LIMITS) -> KubernetesActuator:
-    return KubernetesActuator(POD_SETS, connect(kubeconfig), limits)
+def actuator_for(kubeconfig: str) -> KubernetesActuator:
+    return KubernetesActuator(POD_SETS, connect(kubeconfig))
 
 
 async def test_deployments_and_stateful_sets_get_their_replicas(stub: KubernetesStub, kubeconfig: str) -> None:
@@ -68,7 +73,7 @@ async def test_a_conflict_that_lasts_is_an_error_after_a_bounded_number_of_tries
     stub.faults = {f"PATCH {PREFILL_KEY}": [409] * 10}
     with pytest.raises(ActuatorError, match="deployment serving/prefill: HTTP 409 fault 409"):
         await actuator_for(kubeconfig).scale({PREFILL: 4})
-    assert stub.requests == [f"GET {PREFILL_KEY}", *[f"PATCH {PREFILL_KEY}"] * LIMITS.tries]
+    assert stub.requests == [f"GET {PREFILL_KEY}", *[f"PATCH {PREFILL_KEY}"] * kubernetes.TRIES]
 
 
 @pytest.mark.parametrize(
@@ -99,17 +104,17 @@ async def test_a_size_that_the_server_changes_is_reported(stub: KubernetesStub, 
 
 
 async def test_a_missing_object_is_named(kubeconfig: str) -> None:
-    actuator = KubernetesActuator({PREFILL: PodSet("deployment", "serving", "typo")}, connect(kubeconfig), LIMITS)
+    actuator = KubernetesActuator({PREFILL: PodSet("deployment", "serving", "typo")}, connect(kubeconfig))
     with pytest.raises(ActuatorError, match=r'deployment serving/typo: HTTP 404 deployments.apps "typo" not found'):
         await actuator.scale({PREFILL: 1})
 
 
 async def test_a_server_that_does_not_respond_is_an_error_and_the_loop_continues(
-    stub: KubernetesStub, kubeconfig: str
+    stub: KubernetesStub, kubeconfig: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stub.faults = {f"GET {PREFILL_KEY}": [HANG, HANG]}
-    limits = RequestLimits(connect_s=20.0, read_s=0.2, tries=2, pause_s=0.0)
-    scaling = asyncio.create_task(actuator_for(kubeconfig, limits).scale({PREFILL: 4}))
+    stub.faults = {f"GET {PREFILL_KEY}": [HANG] * kubernetes.TRIES}
+    monkeypatch.setattr(kubernetes, "READ_S", 0.2)
+    scaling = asyncio.create_task(actuator_for(kubeconfig).scale({PREFILL: 4}))
     turns = 0
     while not scaling.done():
         turns += 1

@@ -24,7 +24,7 @@ from forebay.console.settings import ConsoleSettings
 from forebay.ingress.errors import ApiError, internal_error, invalid
 from forebay.ingress.http.endpoint import TlsFiles
 from forebay.ingress.http.guards import ApiKeyGuard, OriginGuard, allowed_hosts
-from forebay.ingress.http.server import build_server, listen
+from forebay.ingress.http.server import build_server
 from forebay.transport.base import LogError
 
 STATIC = Path(__file__).parent / "static"
@@ -129,8 +129,3 @@ async def serve_console(console: Console, listener: socket.socket, on_started: C
         server.should_exit = True
         await console.close()
         listener.close()
-
-
-def listening_socket(settings: ConsoleSettings, option: str) -> socket.socket:
-    """Return a socket that listens at the console's address. Raises ConfigError, naming the `option` of the port."""
-    return listen(settings.host, settings.port, option)

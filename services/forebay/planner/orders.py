@@ -43,13 +43,8 @@ class Order:
         return found is not None and found.reason not in {"in_progress", "no_observation"}
 
 
-@dataclass(frozen=True, slots=True)
-class OrderReport:
-    """Steps of an order for its operator, which are reported as they happen."""
-
-    # Called with each step, as its kind (`recorded`, `decision`, `outcome`) and a text.
-    on_step: Callable[[str, str], None]
-    on_problem: Callable[[str], None]  # called with the reason why the order had no effect so far
+OnStep = Callable[[str, str], None]
+"""Called with each step of an order (`recorded`, `decision`, `outcome`, or `problem`: it has no effect) and a text."""
 
 
 @asynccontextmanager
@@ -86,43 +81,43 @@ def size_order(pools: list[PoolKey], pool: str, size: int | None, operator: str)
 
 
 async def execute_order(
-    log: Log, make: Callable[[list[PoolKey]], Order], timeout_s: float | None, report: OrderReport
+    log: Log, make: Callable[[list[PoolKey]], Order], timeout_s: float | None, on_step: OnStep
 ) -> bool:
     """Record an order made for the pools that planners scale, and wait for its effect. Return whether it was seen.
 
     If `timeout_s` is None, return true once the order is recorded. Raises ConfigError if the order cannot be recorded,
     LogError if the log cannot be read or written.
     """
-    watch = EffectWatch(log, report)
+    watch = EffectWatch(log, on_step)
     await watch.topic.catch_up()
     if not watch.pools:
         raise ConfigError("no planner has claimed the topic scaling; start one with `forebay planner run`")
     order = make(list(watch.pools))
     async with watch.following():
         offset, _ = await watch.topic.append(order.event)
-        report.on_step("recorded", f"{order.text}, at offset {offset} by {order.event.operator}")
+        on_step("recorded", f"{order.text}, at offset {offset} by {order.event.operator}")
         if timeout_s is None:
             return True
         if watch.topic.state.claim is None:
-            report.on_problem(f"no planner is active; the next one follows the record at offset {offset}")
+            on_step("problem", f"no planner is active; the next one follows the record at offset {offset}")
             return False
         try:
             async with asyncio.timeout(timeout_s):
                 return await watch.effect(order, offset)
         except TimeoutError:
             text = f"{watch.waits_for} within {timeout_s:g} s; the record at offset {offset} stays in force"
-            report.on_problem(text)
+            on_step("problem", text)
             return False
 
 
 class EffectWatch:
     """Follows the topic, and waits for the effect of an order. `waits_for` says what has not happened yet."""
 
-    def __init__(self, log: Log, report: OrderReport) -> None:
+    def __init__(self, log: Log, on_step: OnStep) -> None:
         self.topic = ScalingTopic(log, self._on_record)
         self.pools: dict[PoolKey, None] = {}
         self.waits_for = ""
-        self._report = report
+        self._on_step = on_step
         self._planner = ""
         self._is_following = False
         self._records: asyncio.Queue[tuple[int, ScalingEvent]] = asyncio.Queue()
@@ -156,11 +151,11 @@ class EffectWatch:
             if order.pool in {None, (pool.group, pool.pool)}:
                 size = f"{pool.from_size} -> {pool.to_size}" if pool.to_size != pool.from_size else f"{pool.to_size}"
                 text = f"{place}: {pool.group}/{pool.pool} {size} ({pool.reason}): {REASONS[pool.reason]}"
-                self._report.on_step("decision", text)
+                self._on_step("decision", text)
         if order.pool is None or order.pool not in changed_pools(decided):
             return True
         if decided.advisory:
-            self._report.on_step("outcome", "advisory: the planner only records its decisions")
+            self._on_step("outcome", "advisory: the planner only records its decisions")
             return True
         self.waits_for = f"no actuator of {pool_text(order.pool)} has replied to decision {place}"
         reply = await self._reply(place, order.pool)
@@ -196,14 +191,14 @@ class EffectWatch:
     def _report_reply(self, reply: ScalingApplied | ScalingRefused, pool: PoolKey, size: int) -> bool:
         if isinstance(reply, ScalingRefused):
             text = f"{reply.actuator} refused decision {reply.decision}: {reply.reason}: {reply.message}"
-            self._report.on_problem(text)
+            self._on_step("problem", text)
             return False
         reached = next(one.size for one in reply.pools if (one.group, one.pool) == pool)
         if reached != size:
-            self._report.on_problem(f"{reply.actuator} reached {_workers(reached)} instead of {size}: {reply.message}")
+            self._on_step("problem", f"{reply.actuator} reached {_workers(reached)} instead of {size}: {reply.message}")
             return False
         text = f"applied by {reply.actuator}: {pool_text(pool)} has {_workers(size)}, which may still start"
-        self._report.on_step("outcome", text)
+        self._on_step("outcome", text)
         return True
 
 

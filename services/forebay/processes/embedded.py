@@ -5,7 +5,7 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,19 +98,6 @@ async def running_tasks() -> AsyncIterator[Tasks]:
         await tasks.stop()
 
 
-@dataclass(frozen=True, slots=True)
-class _System:
-    """A running system.
-
-    `front` has the parts of the ingress that all models share. `disagg` has the settings in effect by model, including
-    what an operator set in an earlier process on the same log.
-    """
-
-    front: Front
-    app: FastAPI
-    disagg: dict[str, DisaggConfig]
-
-
 async def run(settings: EmbeddedSettings, on_ready: OnReady) -> None:
     """Serve until SIGINT or SIGTERM. Raises ConfigError, EngineError or LogError."""
     # An ingress of several models loads their tokenizers from the log.
@@ -121,17 +108,17 @@ async def run(settings: EmbeddedSettings, on_ready: OnReady) -> None:
 
     async def serve(listener: socket.socket, hosts: Hosts) -> None:
         async with (
-            _running(settings, groups, restarts, only, hosts) as system,
+            _running(settings, groups, restarts, only, hosts) as (app, front, disagg),
             _console(settings, groups[0].partition) as start_console,
         ):
 
             def started() -> None:
-                on_ready(system.disagg)
+                on_ready(disagg)
                 start_console()
 
             restarts.is_serving = True
-            drains.append(system.front.drain)
-            await serve_http(system.app, system.front, listener, settings.endpoint, settings.drain_s, started)
+            drains.append(front.drain)
+            await serve_http(app, front, listener, settings.endpoint, settings.drain_s, started)
 
     async def stop() -> None:
         for drain in drains:
@@ -179,8 +166,11 @@ async def _running(
     restarts: EngineRestarts,
     only: Model | None,
     hosts: Hosts,
-) -> AsyncIterator[_System]:
-    """Start everything except the HTTP listener, and wait until requests can be served. Stop it all after the body."""
+) -> AsyncIterator[tuple[FastAPI, Front, dict[str, DisaggConfig]]]:
+    """Start everything except the HTTP listener, and wait until requests can be served. Stop it all after the body.
+
+    The settings in effect by model include what an operator set in an earlier process on the same log.
+    """
     async with AsyncExitStack() as stack:
         names = [group.name for group in groups]
         opened = await open_checked(settings.log, names, settings.policies, sync=settings.log_sync)
@@ -223,7 +213,7 @@ async def _running(
         ingress = settings.ingress if only is None else replace(settings.ingress, block_size=groups[0].block_size)
         async with serving_models(ingress, log, registry, tasks, by_name, only) as models:
             app = build_app(models, registry, explainer, hosts, lambda name: by_name[name].status())
-            yield _System(models.front, app, {group.name: group.disagg() for group in groups})
+            yield app, models.front, {group.name: group.disagg() for group in groups}
 
 
 class _WorkersMetrics(Collector):

@@ -1,7 +1,6 @@
 """The process of `forebay planner run`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from forebay.core.scaling.state import PoolKey
 from forebay.events.scaling import PlannerSettings
@@ -14,23 +13,12 @@ from forebay.processes.notices import announce
 from forebay.processes.service import Cluster, connected, until_signal
 
 
-@dataclass(frozen=True, slots=True)
-class PlannerProcessSettings:
-    """Settings of a planner. `engines` has the engines that method `simulate` simulates."""
-
-    cluster: Cluster
-    planner_id: str
-    planner: PlannerSettings
-    engines: Mapping[PoolKey, PoolEngine]
-
-
-async def run(process: PlannerProcessSettings) -> None:
-    """Plan, or stand by, until SIGINT or SIGTERM."""
-    cluster, name, settings = process.cluster, process.planner_id, process.planner
+async def run(cluster: Cluster, name: str, settings: PlannerSettings, engines: Mapping[PoolKey, PoolEngine]) -> None:
+    """Plan, or stand by, until SIGINT or SIGTERM. `engines` has the engines that method `simulate` simulates."""
     registry = process_registry()
     async with connected(cluster, registry) as (log, _):
         observer = PoolObserver(log, settings.pools)
-        simulate = simulator(settings, process.engines) if settings.method == "simulate" else None
+        simulate = simulator(settings, engines) if settings.method == "simulate" else None
         planner = Planner(log, name, settings, observer, predictor(settings.predictor), simulate)
         registry.register(PlannerMetrics(planner))
         pools = ", ".join(f"{pool.group}/{pool.pool}" for pool in settings.pools)

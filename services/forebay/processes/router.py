@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import msgspec
 from aiokafka.errors import KafkaError
@@ -27,20 +26,10 @@ REJOIN_S = 1.0
 LEAVE_S = 10.0  # seconds; Faust's consumer commits and leaves within one second if the broker responds
 
 
-@dataclass(frozen=True, slots=True)
-class RouterProcessSettings:
-    """Settings of a router. The sizes of the topics, fields of `router`, are read from Kafka at the start."""
-
-    cluster: Cluster
-    router: RouterSettings
-
-
-async def run(settings: RouterProcessSettings) -> None:
+async def run(cluster: Cluster, settings: RouterSettings) -> None:
     """Run a router, which owns groups or stands by for them, until SIGINT or SIGTERM."""
-    cluster, router_id = settings.cluster, settings.router.router_id
-    assignments = Assignments()
-    feed = Feed()
-    async with started(settings, feed, assignments) as router:
+    router_id, assignments, feed = settings.router_id, Assignments(), Feed()
+    async with started(cluster, settings, feed, assignments) as router:
 
         async def stop() -> None:
             groups = len(router.owners)
@@ -55,12 +44,14 @@ async def run(settings: RouterProcessSettings) -> None:
 
 
 @asynccontextmanager
-async def started(settings: RouterProcessSettings, feed: Feed, assignments: Assignments) -> AsyncIterator[Router]:
+async def started(
+    cluster: Cluster, settings: RouterSettings, feed: Feed, assignments: Assignments
+) -> AsyncIterator[Router]:
     """Yield a router that reads its state topics from `feed`, once it knows the partition of each group.
 
-    Its metrics and its probe are served while the body runs. Raises LogError if Kafka lacks a topic.
+    The sizes of the topics in `settings` are read from Kafka. Metrics and probe of the router are served while the body
+    runs. Raises LogError if Kafka lacks a topic.
     """
-    cluster = settings.cluster
     registry = process_registry()
     routers: list[Router] = []
 
@@ -68,7 +59,7 @@ async def started(settings: RouterProcessSettings, feed: Feed, assignments: Assi
         return ready(routers[0]) if routers else (False, "the router starts")
 
     def on_owned(group: str, epoch: int) -> None:
-        announce(f"router {settings.router.router_id} owns {group} since offset {epoch}")
+        announce(f"router {settings.router_id} owns {group} since offset {epoch}")
 
     def assign(partitions: set[int]) -> None:
         feed.assign(partitions)
@@ -76,7 +67,7 @@ async def started(settings: RouterProcessSettings, feed: Feed, assignments: Assi
 
     async with connected(cluster, registry, {"/ready": probe}) as (kafka_log, counts):
         slots_max = min(counts.pools.values(), default=0)
-        sized = msgspec.structs.replace(settings.router, partitions=counts.groups, slots_max=slots_max)
+        sized = msgspec.structs.replace(settings, partitions=counts.groups, slots_max=slots_max)
         log = FaustLog(kafka_log, feed, [topic.name for topic in STATE_TOPICS])
         directory = Directory(log)
         await directory.start()

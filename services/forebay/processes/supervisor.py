@@ -38,17 +38,8 @@ class KubernetesSettings:
     pools: Mapping[PoolKey, tuple[PodSetKind, str, str]]
 
 
-@dataclass(frozen=True, slots=True)
-class SupervisorSettings:
-    """Settings of a supervisor, which executes decisions with one actuator."""
-
-    cluster: Cluster
-    actuator: ProcessSettings | KubernetesSettings
-
-
-async def run(process: SupervisorSettings) -> None:
-    """Execute the decisions of planners until SIGINT or SIGTERM. Workers continue to run."""
-    cluster, settings = process.cluster, process.actuator
+async def run(cluster: Cluster, settings: ProcessSettings | KubernetesSettings) -> None:
+    """Execute the decisions of planners with one actuator until SIGINT or SIGTERM. Workers continue to run."""
     if isinstance(settings, KubernetesSettings):
         await _execute(cluster, _kubernetes(settings))
         return

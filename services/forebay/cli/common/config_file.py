@@ -54,7 +54,10 @@ def _apply(context: click.Context, table: str, path: Path) -> None:
     """Make the values of a file the defaults of a command. Invalid content ends the command."""
     options = {name: param for param in context.command.params if (name := long_name(param)) not in ("", "help-all")}
     del options[OPTION]
-    content = _read(path)
+    try:
+        content = read_toml(path)
+    except ConfigError as error:
+        fail(f"--config {error}")
     tables = _model_tables(path, content)
     values = _values(path, content, table, options, context)
     if table == UP:
@@ -66,14 +69,6 @@ def _apply(context: click.Context, table: str, path: Path) -> None:
     context.default_map = {
         options[name].name or "": _given(path, options[name], values[name], context) for name in values
     }
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a file. A file that cannot be read, or is not TOML, ends the command."""
-    try:
-        return read_toml(path)
-    except ConfigError as error:
-        fail(f"--config {error}")
 
 
 def model_tables(context: click.Context) -> list[dict[str, Any]]:

@@ -22,11 +22,12 @@ from forebay.cli.common.tables import bar
 from forebay.cli.console.command import ConsoleCommand
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.policies.alternative import FIELDS
-from forebay.console.app import listening_socket, serve_console, tls_of
+from forebay.console.app import serve_console, tls_of
 from forebay.console.console import Console
 from forebay.console.settings import ConsoleSettings, SourceKind
 from forebay.ingress.child_process import ChildConnection
 from forebay.ingress.explain_worker import LogSource
+from forebay.ingress.http.server import listen
 from forebay.journal.groups import groups_of
 from forebay.processes.notices import announce
 from forebay.processes.service import until_signal
@@ -53,7 +54,7 @@ def run_console(command: ConsoleCommand) -> None:
 def serve_until_signal(settings: ConsoleSettings, port_option: str = "--port") -> None:
     """Serve a console until SIGINT or SIGTERM. An error ends the command."""
     with explained():
-        listener = listening_socket(settings, port_option)
+        listener = listen(settings.host, settings.port, port_option)
     console = Console(settings, WHAT_IF)
 
     def on_started() -> None:

@@ -9,7 +9,7 @@ from forebay.cli.common.operator_name import operator_name
 from forebay.cli.common.terminal import printable
 from forebay.cli.planner.command import AUTO, SIZE_MAX, PlannerSetCommand
 from forebay.core.scaling.state import PoolKey
-from forebay.planner.orders import Order, OrderReport, execute_order, pause_order, scaling_on_kafka, size_order
+from forebay.planner.orders import Order, execute_order, pause_order, scaling_on_kafka, size_order
 from forebay.processes.notices import complain
 
 NO_EFFECT = 1
@@ -25,14 +25,19 @@ def run_set(options: PlannerSetCommand) -> None:
     count = int(size) if size not in ("", AUTO) else None
     timeout_s = options.timeout_s if options.wait else None
     name = operator_name(options.operator)
-    report = OrderReport(lambda kind, text: click.echo(printable(f"{kind:<10} {text}")), complain)
+
+    def on_step(kind: str, text: str) -> None:
+        if kind == "problem":
+            complain(text)
+        else:
+            click.echo(printable(f"{kind:<10} {text}"))
 
     def make(pools: list[PoolKey]) -> Order:
         return size_order(pools, pool, count, name) if pool else pause_order(name, paused=bool(options.pause))
 
     async def run() -> bool:
         async with scaling_on_kafka(options.kafka.settings()) as log:
-            return await execute_order(log, make, timeout_s, report)
+            return await execute_order(log, make, timeout_s, on_step)
 
     with explained():
         is_effective = asyncio.run(run())

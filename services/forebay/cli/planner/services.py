@@ -18,9 +18,9 @@ from forebay.cli.planner.planner_file import pool_tables, read_planner_file, req
 from forebay.events.names import unknown_name
 from forebay.planner.actuators.processes import KILL_AFTER_S, ProcessPool
 from forebay.processes.names import named, process_name
-from forebay.processes.planner import PlannerProcessSettings, run
+from forebay.processes.planner import run
 from forebay.processes.service import Cluster
-from forebay.processes.supervisor import KubernetesSettings, PodSetKind, ProcessSettings, SupervisorSettings
+from forebay.processes.supervisor import KubernetesSettings, PodSetKind, ProcessSettings
 from forebay.processes.supervisor import run as supervise
 from forebay.runtime.errors import ConfigError, prefixed
 from forebay.runtime.files import read_toml
@@ -103,7 +103,7 @@ def run_planner(options: PlannerRunCommand) -> None:
         read = read_planner_file(options.file)
         name = named("--id", "planner", options.planner_id or process_name())
         cluster = Cluster(options.kafka.settings(), "", options.service.metrics_host, options.service.metrics_port)
-    run_service(run(PlannerProcessSettings(cluster, name, read.settings, read.engines)))
+    run_service(run(cluster, name, read.settings, read.engines))
 
 
 def run_supervise(options: PlannerSuperviseCommand) -> None:
@@ -115,4 +115,4 @@ def run_supervise(options: PlannerSuperviseCommand) -> None:
         elif sys.platform != "linux":
             raise ConfigError("actuator processes requires Linux, because it identifies processes by /proc")
         cluster = Cluster(options.kafka.settings(), "", options.service.metrics_host, options.service.metrics_port)
-    run_service(supervise(SupervisorSettings(cluster, settings)))
+    run_service(supervise(cluster, settings))

@@ -20,16 +20,16 @@ from forebay.processes.shutdown import STOP_S
 
 # As `forebay router` without arguments, so every option has its value from a variable or its default.
 context = CliCommand("router", RouterCommand, "router").make_context("router", [])
-settings = router_settings(built(RouterCommand, context.params))
+cluster, settings = router_settings(built(RouterCommand, context.params))
 assignments = Assignments()
 feed = Feed()
-app = RouterApp(settings.cluster.kafka, feed, assignments.publish)
+app = RouterApp(cluster.kafka, feed, assignments.publish)
 
 
 @app.task  # type: ignore[untyped-decorator]  # Faust ships no types
 async def route() -> None:
     """Run the router until the app stops it. At its end the router seals the groups that it owns."""
-    async with started(settings, feed, assignments) as router:
+    async with started(cluster, settings, feed, assignments) as router:
         running = asyncio.create_task(router.run())
         try:
             await asyncio.shield(running)

@@ -7,18 +7,19 @@ from forebay.cli.processes.options import pool_routing_by_model
 from forebay.live.router.router import RouterSettings
 from forebay.processes.names import named, process_name
 from forebay.processes.notices import announce
-from forebay.processes.router import RouterProcessSettings, run
+from forebay.processes.router import run
+from forebay.processes.service import Cluster
 
 
 def run_router(options: RouterCommand) -> None:
     options.logs.start(quiet=("forebay.live.router.faust_app",))  # Faust logs each part that it starts and stops
     with explained():
         settings = router_settings(options)
-    run_service(run(settings))
+    run_service(run(*settings))
 
 
-def router_settings(options: RouterCommand) -> RouterProcessSettings:
-    """Return the settings of a router. Raises ConfigError if one is invalid."""
+def router_settings(options: RouterCommand) -> tuple[Cluster, RouterSettings]:
+    """Return the addresses and the settings of a router. Raises ConfigError if one is invalid."""
     cluster = options.addresses.cluster(options.service.metrics_host, options.service.metrics_port)
     config = options.router.config()
     accepts_loss = options.take_over_at_last_snapshot
@@ -33,4 +34,4 @@ def router_settings(options: RouterCommand) -> RouterProcessSettings:
         snapshot_age_s=options.snapshots.snapshot_age_s,
         on_loss=(lambda tail: announce(tail.text())) if accepts_loss else None,
     )
-    return RouterProcessSettings(cluster, router)
+    return cluster, router

@@ -51,14 +51,6 @@ class PodSet:
         return f"{self.kind} {self.namespace}/{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    connect_s: float = CONNECT_S  # maximum seconds to connect
-    read_s: float = READ_S  # maximum seconds until the response
-    tries: int = TRIES
-    pause_s: float = PAUSE_S  # seconds before the second try, doubled for each further one
-
-
 def connect(kubeconfig: str | None) -> client.AppsV1Api:
     """Return a client of the API server, which connects later. Without a kubeconfig, the pod's service account is used.
 
@@ -79,14 +71,11 @@ def connect(kubeconfig: str | None) -> client.AppsV1Api:
 
 
 class KubernetesActuator:
-    def __init__(
-        self, pod_sets: Mapping[PoolKey, PodSet], api: client.AppsV1Api, limits: RequestLimits | None = None
-    ) -> None:
+    def __init__(self, pod_sets: Mapping[PoolKey, PodSet], api: client.AppsV1Api) -> None:
         self.name = "kubernetes"
         self.pools = frozenset(pod_sets)
         self._pod_sets = pod_sets
         self._api = api
-        self._limits = limits or RequestLimits()
 
     async def scale(self, sizes: Mapping[PoolKey, int]) -> Reached:
         """Set the replicas of pools. Pods start and drain later.
@@ -129,12 +118,11 @@ class KubernetesActuator:
 
     async def _request(self, pod_set: PodSet, method: Callable[..., Any], **arguments: Any) -> int:
         """Call a method of the client, with retries, and return the replicas in its response. Raises ActuatorError."""
-        limits = self._limits
-        arguments["_request_timeout"] = (limits.connect_s, limits.read_s)
+        arguments["_request_timeout"] = (CONNECT_S, READ_S)
         problem = ""
-        for attempt in range(limits.tries):
+        for attempt in range(TRIES):
             if attempt:
-                await asyncio.sleep(limits.pause_s * 2.0 ** (attempt - 1))
+                await asyncio.sleep(PAUSE_S * 2.0 ** (attempt - 1))
             try:
                 scale = await runtime.offload(method, pod_set.name, pod_set.namespace, **arguments)
                 return int(scale.spec.replicas or 0)

@@ -1,6 +1,7 @@
 """Predictors: they forecast the demand of the next interval from the observations of the planner, by name."""
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from forebay.core.scaling.virtual_planner import Forecast
 from forebay.events.names import unknown_name
@@ -59,26 +60,12 @@ def moving_average(series: Sequence[float]) -> float:
 
 
 NEEDED_BY_EXTRA = ("numpy", "statsmodels", "threadpoolctl")
-
-
-def _arima() -> Predict:
-    from forebay.planner.predictors.statistical import arima  # noqa: PLC0415 - an extra, which takes a second
-
-    return arima
-
-
-def _kalman() -> Predict:
-    from forebay.planner.predictors.statistical import kalman  # noqa: PLC0415 - an extra, which takes a second
-
-    return kalman
-
-
-# Each function returns the predictor, so that only the predictor in use imports its libraries.
-PREDICTORS: dict[str, Callable[[], Predict]] = {
-    "constant": lambda: last_value,
-    "moving-average": lambda: moving_average,
-    "arima": _arima,
-    "kalman": _kalman,
+STATISTICAL = "forebay.planner.predictors.statistical"  # imported if it is used, because it takes a second
+PREDICTORS: dict[str, Predict | str] = {  # a text is the name of a function in `STATISTICAL`
+    "constant": last_value,
+    "moving-average": moving_average,
+    "arima": "arima",
+    "kalman": "kalman",
 }
 
 
@@ -87,7 +74,8 @@ def predictor(name: str) -> Forecast:
     if name not in PREDICTORS:
         raise ConfigError(unknown_name("predictor", name, PREDICTORS))
     try:
-        predict = PREDICTORS[name]()
+        known = PREDICTORS[name]
+        predict: Predict = getattr(import_module(STATISTICAL), known) if isinstance(known, str) else known
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in NEEDED_BY_EXTRA:
