@@ -5,7 +5,7 @@ outcome: 200 if all succeeded, 409 if an engine refused, 502 if a worker left, 5
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -60,10 +60,6 @@ STATUSES: tuple[tuple[Literal["timed_out", "left", "refused"], int, str], ...] =
 )
 
 
-LORA_NEUTRAL: Neutral = {"load_inplace": (None, False)}  # if true, vLLM replaces a loaded adapter of the same name
-LORA_IGNORED = frozenset({"lora_int_id"})  # vLLM's number of an adapter
-
-
 class CommandBody(CheckedBody):
     """Fields that all commands share.
 
@@ -111,8 +107,9 @@ class LoraBody(CommandBody):
     The directory is given as `lora_path`, as in vLLM, or as `source.uri`, as in Dynamo. It is not needed to unload.
     """
 
-    neutral = LORA_NEUTRAL
-    ignored = LORA_IGNORED
+    # If `load_inplace` is true, vLLM replaces a loaded adapter of the same name.
+    neutral: ClassVar[Neutral] = {"load_inplace": (None, False)}
+    ignored = frozenset({"lora_int_id"})  # vLLM's number of an adapter
 
     lora_name: Annotated[str, Field(max_length=256)] = ""
     lora_path: Annotated[str, Field(max_length=4_096)] = ""

@@ -40,31 +40,12 @@ Weight = Annotated[float, Field(ge=0.0, le=WEIGHT_MAX, allow_inf_nan=False)]
 Target = Annotated[float, Field(ge=0.0, le=TARGET_MS_MAX, allow_inf_nan=False)]  # in milliseconds, as in Dynamo
 SignedWeight = Annotated[float, Field(ge=-WEIGHT_MAX, le=WEIGHT_MAX, allow_inf_nan=False)]
 
-NVEXT_NEUTRAL: Neutral = {
-    "greed_sampling": (None, False),
-    "max_thinking_tokens": (None,),
-    "metadata_upload": (None,),
-    "prefill_dp_rank": (None,),
-    "prefill_worker_id": (None,),
-    "token_data": (None,),
-    "use_raw_prompt": (None, False),
-}
-NVEXT_IGNORED = frozenset({"request_timestamp_ms"})  # for traces; forebay uses the clock of the owner
-AGENT_HINTS_NEUTRAL: Neutral = {"latency_sensitivity": (None,), "speculative_prefill": (None, False)}
-# A session opens with its first request, and the pool's `session_ttl_s` sets how long it is kept. 300 s is the default
-# of clients.
-SESSION_NEUTRAL: Neutral = {"action": (None, "open"), "timeout": (None, 300)}
-CONTEXT_NEUTRAL: Neutral = {"kv_hints": (None,), "session_final": (None, False)}
-CONTEXT_IGNORED = frozenset({"parent_session_id", "parent_trajectory_id", "session_type_id", "trajectory_id"})
-ROUTER_NEUTRAL: Neutral = {"shared_cache_multiplier": (None, 0)}
-
 
 class AgentHints(CheckedBody):
     """`nvext.agent_hints`: queue priorities of a request, and its expected number of output tokens (`osl`)."""
 
     path = "nvext.agent_hints."
-
-    neutral = AGENT_HINTS_NEUTRAL
+    neutral: ClassVar[Neutral] = {"latency_sensitivity": (None,), "speculative_prefill": (None, False)}
 
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     strict_priority: Annotated[int, Field(ge=0, lt=U32)] | None = None
@@ -75,8 +56,9 @@ class SessionControl(CheckedBody):
     """`nvext.session_control`: id of the session that a request belongs to."""
 
     path = "nvext.session_control."
-
-    neutral = SESSION_NEUTRAL
+    # A session opens with its first request, and the pool's `session_ttl_s` sets how long it is kept. 300 s is the
+    # default of clients.
+    neutral: ClassVar[Neutral] = {"action": (None, "open"), "timeout": (None, 300)}
 
     session_id: Text
 
@@ -85,9 +67,8 @@ class AgentContext(CheckedBody):
     """`nvext.agent_context`: the agent that sent a request. Its `session_id` is used without a `session_control`."""
 
     path = "nvext.agent_context."
-
-    neutral = CONTEXT_NEUTRAL
-    ignored = CONTEXT_IGNORED
+    neutral: ClassVar[Neutral] = {"kv_hints": (None,), "session_final": (None, False)}
+    ignored = frozenset({"parent_session_id", "parent_trajectory_id", "session_type_id", "trajectory_id"})
 
     session_id: Text | None = None
 
@@ -149,8 +130,7 @@ class RouterFields(CheckedBody):
     """
 
     path = "nvext.router."
-
-    neutral = ROUTER_NEUTRAL
+    neutral: ClassVar[Neutral] = {"shared_cache_multiplier": (None, 0)}
 
     mode: RouterMode | None = None
     overlap_score_credit: Weight | None = None
@@ -166,9 +146,16 @@ class Nvext(CheckedBody):
     """Field `nvext` of a request: Dynamo's extension of OpenAI's API, with hints for routing and caching."""
 
     path = "nvext."
-
-    neutral = NVEXT_NEUTRAL
-    ignored = NVEXT_IGNORED
+    neutral: ClassVar[Neutral] = {
+        "greed_sampling": (None, False),
+        "max_thinking_tokens": (None,),
+        "metadata_upload": (None,),
+        "prefill_dp_rank": (None,),
+        "prefill_worker_id": (None,),
+        "token_data": (None,),
+        "use_raw_prompt": (None, False),
+    }
+    ignored = frozenset({"request_timestamp_ms"})  # for traces; forebay uses the clock of the owner
 
     annotations: Annotated[list[str], Field(max_length=STRINGS_MAX)] | None = None
     extra_fields: Annotated[list[str], Field(max_length=STRINGS_MAX)] | None = None

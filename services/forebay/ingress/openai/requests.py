@@ -6,7 +6,7 @@ Source: OpenAI API reference, chat completions and completions; `cache_salt` and
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -100,12 +100,7 @@ TEXT_NEUTRAL: Neutral = {
 }
 ECHO_EXCLUDES = {"echo": (None, False), "logprobs": (None,)}  # one of them must have such a value
 IGNORED = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
-# Clients send the message of a response back unchanged, so its neutral fields are accepted.
-MESSAGE_NEUTRAL: Neutral = {"annotations": (None, []), "audio": (None,), "function_call": (None,), "refusal": (None,)}
-MESSAGE_IGNORED = frozenset({"parsed"})  # the content as parsed by OpenAI's client
 
-# The model determines the number of tokens of an image; a client cannot set it.
-MEDIA_URL_NEUTRAL: Neutral = {"detail": (None, "auto")}
 PART_FIELDS = ("text", "image_url", "video_url")
 
 
@@ -125,7 +120,8 @@ class StreamOptions(CheckedBody):
 class MediaUrl(Body):
     """`image_url` or `video_url` of a content part: a URL of an image or video with scheme http, https or data."""
 
-    neutral = MEDIA_URL_NEUTRAL
+    # The model determines the number of tokens of an image; a client cannot set it.
+    neutral: ClassVar[Neutral] = {"detail": (None, "auto")}
 
     url: str | None = None
 
@@ -142,8 +138,14 @@ class ContentPart(Body):
 class Message(Body):
     """Element of `messages`: one message of a chat."""
 
-    neutral = MESSAGE_NEUTRAL
-    ignored = MESSAGE_IGNORED
+    # Clients send the message of a response back unchanged, so its neutral fields are accepted.
+    neutral: ClassVar[Neutral] = {
+        "annotations": (None, []),
+        "audio": (None,),
+        "function_call": (None,),
+        "refusal": (None,),
+    }
+    ignored = frozenset({"parsed"})  # the content as parsed by OpenAI's client
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None

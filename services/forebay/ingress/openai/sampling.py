@@ -4,7 +4,7 @@ Source: OpenAI API reference (penalties, `logit_bias`, `response_format`); vLLM'
 `structured_outputs` and the older `guided_*`, which are Dynamo's names too).
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from pydantic import Field, JsonValue
@@ -26,14 +26,6 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=PROMPT_TOKE
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]
 JsonObject = Annotated[dict[str, JsonValue], FINITE]
-
-STRUCTURED_NEUTRAL: Neutral = {
-    "disable_additional_properties": (None, False),
-    "disable_any_whitespace": (None, False),
-    "disable_fallback": (None, False),
-    "structural_tag": (None,),
-    "whitespace_pattern": (None,),
-}
 
 
 class JsonSchema(CheckedBody):
@@ -60,7 +52,13 @@ class StructuredOutputs(CheckedBody):
     """`structured_outputs` of vLLM: required structure of the output. Exactly one field may be set."""
 
     path = "structured_outputs."
-    neutral = STRUCTURED_NEUTRAL
+    neutral: ClassVar[Neutral] = {
+        "disable_additional_properties": (None, False),
+        "disable_any_whitespace": (None, False),
+        "disable_fallback": (None, False),
+        "structural_tag": (None,),
+        "whitespace_pattern": (None,),
+    }
 
     json_: Annotated[str | JsonObject | None, Field(alias="json")] = None
     json_object: bool | None = None

@@ -21,8 +21,6 @@ ID_CHARS_MAX = 256
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 TOOL_NEUTRAL: Neutral = {"defer_loading": (None, False)}
 FUNCTION_NEUTRAL: Neutral = {**TOOL_NEUTRAL, "strict": (None, False, True)}  # a forced call always follows its schema
-CALL_IGNORED = frozenset({"index"})  # clients copy this field from the deltas of a stream
-CALLED_IGNORED = frozenset({"parsed_arguments"})  # the arguments as parsed by OpenAI's client
 
 FunctionName = Annotated[str, Field(pattern=FUNCTION_NAME)]
 CallId = Annotated[str, Field(min_length=1, max_length=ID_CHARS_MAX)]
@@ -66,7 +64,7 @@ class CalledFunction(Body):
     Both may be any text, because the model has written them.
     """
 
-    ignored = CALLED_IGNORED
+    ignored = frozenset({"parsed_arguments"})  # the arguments as parsed by OpenAI's client
 
     name: str
     arguments: str
@@ -75,7 +73,7 @@ class CalledFunction(Body):
 class ToolCall(Body):
     """Tool call in an earlier message of the assistant."""
 
-    ignored = CALL_IGNORED
+    ignored = frozenset({"index"})  # clients copy this field from the deltas of a stream
 
     id: CallId
     type: Literal["function"] = "function"
