@@ -21,8 +21,7 @@ from forebay.events.progress import EncodeFailed, EncodeFinished, TransferFailed
 from forebay.events.topics import CONTROL, PROGRESS  # noqa: E402
 from forebay.ingress.model import Model  # noqa: E402
 from forebay.transport.base import Draft  # noqa: E402
-from forebay.workers.engines.encode import EncodeEngine  # noqa: E402
-from forebay.workers.engines.standin_encoder import StandInEncoder  # noqa: E402
+from forebay.workers.engines.encode import EncodeEngine, StandInEncoder  # noqa: E402
 from forebay.workers.kv_transfer.embeddings import EmbeddingTransfer  # noqa: E402
 from forebay.workers.runtime.worker import Worker  # noqa: E402
 from tests.ingress import media_model  # noqa: E402

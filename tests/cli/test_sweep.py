@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from forebay.cli.simulate.simulations import Work, run_all
-from forebay.cli.simulate.sweep_axes import OF_FLEET, OF_SHAPE
+from forebay.cli.simulate.sweep import OF_FLEET, OF_SHAPE
 from forebay.engine_model.timing import LinearTiming
 from forebay.events.control import RouterConfig
 from forebay.simulate.pareto import costs

@@ -17,8 +17,7 @@ from forebay.ingress.openai.sampling import JsonObject
 from forebay.ingress.openai.tools import Function, Tool, ToolSelection
 from forebay.ingress.parsers.deltas import OutputDelta, merge_deltas
 from forebay.ingress.parsers.parsers import call_ids
-from forebay.ingress.parsers.selection import ParseOptions, ParserFactory
-from forebay.ingress.parsers.vllm_parsers import VllmParser
+from forebay.ingress.parsers.selection import ParseOptions, ParserFactory, VllmParser
 from forebay.runtime.errors import ConfigError
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")

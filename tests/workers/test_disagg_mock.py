@@ -13,8 +13,8 @@ from forebay.events.media import Media
 from forebay.events.progress import FirstTokenEmitted, PrefillFinished
 from forebay.events.work import ReleaseKv
 from forebay.workers.engine import EngineError
+from forebay.workers.engines.encode import StandInEncoder
 from forebay.workers.engines.mock.engine import MockEngine
-from forebay.workers.engines.standin_encoder import StandInEncoder
 from forebay.workers.kv_transfer.api import REASONS
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.runtime import media_feed

@@ -19,9 +19,8 @@ from forebay.events.media import Encoded, Media
 from forebay.events.progress import EncodeFailed, EncodeFinished, RequestFailed, RequestFinished, TransferFailed
 from forebay.events.tokens import ResponseEnded
 from forebay.workers.engine import EngineBatch, EngineError, EngineRefused
-from forebay.workers.engines.encode import EncodeEngine
+from forebay.workers.engines.encode import WIDTH, EncodeEngine, MediaUnusable, StandInEncoder
 from forebay.workers.engines.mock.engine import MockEngine
-from forebay.workers.engines.standin_encoder import WIDTH, MediaUnusable, StandInEncoder
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.runtime import media_feed
 from forebay.workers.runtime.resume import continued
@@ -352,7 +351,7 @@ def test_standin_refuses_invalid_images(monkeypatch: pytest.MonkeyPatch) -> None
     for content in (b"", b"GIF89a", png()[:40]):
         with pytest.raises(MediaUnusable, match="cannot decode an image"):
             StandInEncoder().encode(media(content))
-    monkeypatch.setattr("forebay.workers.engines.standin_encoder.IMAGE_PIXELS_MAX", 100)
+    monkeypatch.setattr("forebay.workers.engines.encode.IMAGE_PIXELS_MAX", 100)
     with pytest.raises(MediaUnusable, match="16 x 16 pixels is too large"):
         StandInEncoder().encode(media(png()))
 

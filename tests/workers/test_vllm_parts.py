@@ -27,11 +27,11 @@ from forebay.events.requests import Sampling, StructuredOutput, TokenBias
 from forebay.events.tokens import TokenLogprob, TopLogprob
 from forebay.workers.engine import CacheChange, Cleared, EngineError, EngineRefused
 from forebay.workers.engines import free_ports, model_engine
+from forebay.workers.engines.encode import MediaUnusable
 from forebay.workers.engines.loras import Loras
 from forebay.workers.engines.model_engine import PrefixedMetrics, check_model
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.sglang.requests import structured_argument
-from forebay.workers.engines.standin_encoder import MediaUnusable
 from forebay.workers.engines.tensorrt_llm.requests import guided_arguments
 from forebay.workers.engines.vllm.core import HOST, PORT, engine_arguments, side_channel
 from forebay.workers.engines.vllm.engine import VllmEngine, VllmStepStats

@@ -20,14 +20,13 @@ from forebay.runtime.errors import ConfigError, prefixed
 from forebay.simulate.profiles.profile import MOCKER, Profile, load_profile
 from forebay.workers.engine import Engine
 from forebay.workers.engines.adapters import ADAPTERS, MOCK
-from forebay.workers.engines.encode import EncodeEngine, Encoder
+from forebay.workers.engines.encode import EncodeEngine, StandInEncoder
 from forebay.workers.engines.engine_process import engine_process
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.kv import KvSettings
 from forebay.workers.engines.mock.outputs import OutputScripts
 from forebay.workers.engines.service_engine import ServiceEngine
 from forebay.workers.engines.settings import EngineSettings, pool_of
-from forebay.workers.engines.standin_encoder import StandInEncoder
 from forebay.workers.kv_transfer.api import NIXL
 from forebay.workers.kv_transfer.own_address import interface_of
 from forebay.workers.service import load_service
@@ -119,7 +118,7 @@ def built(
     return ServiceEngine(service, settings), msgspec.structs.replace(spec, pool=pool or service.pool)
 
 
-def _encoder(choice: EngineChoice) -> Encoder:
+def _encoder(choice: EngineChoice) -> StandInEncoder:
     if choice.is_mock:
         return StandInEncoder()
     raise ConfigError(f"--role encode: the {choice.label} engine has no encoder; use --engine {MOCK}, a stand-in")

@@ -5,7 +5,7 @@ from collections import deque
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from forebay.workers.kv_events.sequence import FAILURES_MAX, Deliver, Lost, RequestReplay, Restarted, Sequence, Step
+from forebay.workers.kv_events.zmq_feed import FAILURES_MAX, Deliver, Lost, RequestReplay, Restarted, Sequence, Step
 
 
 def batch(seq: int, publisher: int = 0) -> tuple[int, bytes]:

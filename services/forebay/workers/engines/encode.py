@@ -7,11 +7,14 @@ expires.
 """
 
 import asyncio
+import io
 import logging
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol
+from functools import cache
+from hashlib import shake_128
+from typing import TYPE_CHECKING
 
 import msgspec
 from prometheus_client.registry import Collector
@@ -22,8 +25,7 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.media import Encoded, Media
 from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
-from forebay.workers.engine import EngineBatch, EngineRefused, Failed, MediaEncoded, Publish
-from forebay.workers.engines.standin_encoder import MediaUnusable
+from forebay.workers.engine import EngineBatch, EngineError, EngineRefused, Failed, MediaEncoded, Publish
 from forebay.workers.kv_transfer.embeddings import ARENA_BYTES, LEASE_S, EmbeddingTransfer
 from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name, load_nixl
 
@@ -33,25 +35,86 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WAITING_MAX = 4_096  # further requests are rejected, and tried on other workers
+WIDTH = 64  # length of an embedding
+SIDE = 8  # width and height of the small copy, in pixels
+CHANNELS = 3
+PIXELS = SIDE * SIDE * CHANNELS
+WEIGHTS_SEED = 1337
+WEIGHT_MAX = 8
+IMAGE_PIXELS_MAX = 64 << 20  # the same limit as at the ingress, after decompression
 
 
-class Encoder(Protocol):
-    """Model that computes the embeddings of images and videos. It is called in a thread, one call at a time."""
+class MediaUnusable(Exception):
+    """An image or video is invalid, so no worker can encode it. The message is for the client."""
+
+
+class StandInEncoder:
+    """Stand-in for a vision encoder: deterministic projections of pixels on any CPU, without a model and a meaning.
+
+    An image or video has one float32 vector of length `WIDTH` per placeholder token. The embeddings of an image depend
+    on every pixel of a small copy of it, and those of a video on the bytes of its file. They are equal on every
+    machine, so tests can verify that the right bytes arrive.
+    """
 
     def load(self) -> None:
-        """Load the weights. Raises EngineError if they cannot be loaded."""
+        """Check that numpy and Pillow are installed. Raises EngineError if one is missing."""
+        try:
+            import numpy  # noqa: F401, PLC0415 - an extra
+            import PIL.Image  # noqa: F401, PLC0415 - an extra
+        except ImportError as error:
+            text = f"the stand-in encoder needs numpy and Pillow ({error}): pip install 'forebay[media]'"
+            raise EngineError(text) from error
+
+    def encode(self, media: Media) -> "Array":
+        """Return the embeddings of one image or video, of shape [placeholder tokens, WIDTH].
+
+        Raises MediaUnusable if the image is invalid.
+        """
+        import numpy as np  # noqa: PLC0415 - an extra
+
+        pixels = _pixels(media.content) if media.kind == "image" else shake_128(media.content).digest(PIXELS)
+        seen = np.frombuffer(pixels, dtype=np.uint8).astype(np.int32)
+        shifted = np.stack([np.roll(seen, at) for at in range(media.tokens)])
+        # Integers that float32 represents exactly, so rounding is the same on every machine.
+        return (shifted @ _weights()).astype(np.float32)
 
     def encode_all(self, media: Sequence[Media]) -> "Array":
-        """Return the embeddings of all media of a request, in order, of shape [placeholder tokens of all media, width].
+        """Return the embeddings of several images and videos, in order, of shape [placeholder tokens, WIDTH].
 
-        Raises MediaUnusable if an image or video is invalid.
+        Raises MediaUnusable if an image is invalid, EngineError if numpy or Pillow is not installed.
         """
+        self.load()
+        import numpy as np  # noqa: PLC0415 - an extra
+
+        return np.concatenate([self.encode(one) for one in media])
+
+
+@cache
+def _weights() -> "Array":
+    import numpy as np  # noqa: PLC0415 - an extra
+
+    draw = np.random.Generator(np.random.PCG64(WEIGHTS_SEED))
+    return draw.integers(-WEIGHT_MAX, WEIGHT_MAX, (PIXELS, WIDTH), dtype=np.int32)
+
+
+def _pixels(content: bytes) -> bytes:
+    from PIL import Image  # noqa: PLC0415 - an extra
+
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            if image.width * image.height > IMAGE_PIXELS_MAX:
+                size = f"{image.width} x {image.height}"
+                raise MediaUnusable(f"an image of {size} pixels is too large; the limit is {IMAGE_PIXELS_MAX:,} pixels")
+            pixels: bytes = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BOX).tobytes()
+            return pixels
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise MediaUnusable(f"cannot decode an image: {error}") from error
 
 
 class EncodeEngine:
     """Engine of an encode worker: encodes the images and videos of requests, and keeps the embeddings for readers."""
 
-    def __init__(self, encoder: Encoder, *, arena_bytes: int = ARENA_BYTES, lease_s: float = LEASE_S) -> None:
+    def __init__(self, encoder: StandInEncoder, *, arena_bytes: int = ARENA_BYTES, lease_s: float = LEASE_S) -> None:
         self._encoder = encoder
         self._arena_bytes = arena_bytes
         self._lease_s = lease_s

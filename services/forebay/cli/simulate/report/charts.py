@@ -2,11 +2,72 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from forebay.cli.simulate.report.chart import Axis, Chart, Curve, Heat, Panel, Unit
+import msgspec
+
 from forebay.cli.simulate.report.measures import US_PER_S, Measured, group_size
 from forebay.simulate.outcome import worker_names
+
+# --- data of the charts, which `page.js` draws with uPlot -------------------------------------------------------------
+
+Unit = Literal["number", "ms", "share"]  # a share is shown in percent
+
+
+class Axis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An axis of a chart. An `end` of None is the largest value."""
+
+    title: str = ""
+    unit: Unit = "number"
+    log: bool = False
+    end: float | None = None
+
+
+class Curve(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Values of one series of a panel.
+
+    Attributes:
+        x: ascending.
+        y: None where the curve is interrupted.
+        group: identifier by which the page shows and hides curves together.
+    """
+
+    x: Sequence[float]
+    y: Sequence[float | None]
+    name: str
+    colour: str
+    group: str
+    is_step: bool = False
+
+
+class Heat(msgspec.Struct, kw_only=True):
+    """Values of a heat map, per row and column, instead of curves."""
+
+    rows: list[str]
+    width: float  # of a column on the x axis
+    values: list[list[float]]
+    max: float
+
+
+class Panel(msgspec.Struct, kw_only=True, omit_defaults=True):
+    curves: list[Curve] = []
+    y: Axis = Axis()
+    title: str = ""
+    colour: str = ""
+    heat: Heat | None = None
+    height: int = 280
+
+
+class Chart(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Panels with a common x axis, and an x value that a vertical line marks in all of them."""
+
+    id: str
+    title: str
+    text: str
+    panels: list[Panel]
+    x: Axis
+    mark: float | None = None
+
 
 POINTS = 120  # maximum number of points of a panel
 ROWS, COLUMNS = 64, 120  # of a heat map

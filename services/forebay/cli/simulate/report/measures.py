@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from forebay.analysis.runs import SimulationRun
-from forebay.cli.simulate.report.chart import COLOURS
 from forebay.simulate.slo import Slo, goodput, latencies_us
 
 # Round limits, 35 per decade, so that common values such as 500 ms are among them.
@@ -16,6 +15,7 @@ DECADE_MIN, DECADE_MAX = -3, 9  # powers of ten of the limits in ms: from 1 us t
 ROUND_MS = [float(f"{mantissa}e{decade - 2}") for decade in range(DECADE_MIN, DECADE_MAX) for mantissa in MANTISSAS]
 US_PER_MS = 1e3
 US_PER_S = 1e6
+COLOURS = 8  # names curve-0, curve-1, ... in page.css; more curves repeat them
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,10 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import CacheChange, EngineError, EngineRefused, PackageMissing, Publish
+from forebay.workers.engines.encode import MediaUnusable, StandInEncoder
 from forebay.workers.engines.mock.kv import KvSettings, MockKv, ModelledKv
 from forebay.workers.engines.mock.outputs import TASKS, OutputScripts
 from forebay.workers.engines.mock.rank import MockRank, MockTiers, RequestState
-from forebay.workers.engines.standin_encoder import MediaUnusable, StandInEncoder
 from forebay.workers.kv_tiers.metrics import TierMetrics
 from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.kv_transfer.api import NIXL, Stats

@@ -16,7 +16,7 @@ from forebay.events.base import unpack_u32
 from forebay.events.media import Media
 from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
-from forebay.workers.engines.standin_encoder import MediaUnusable
+from forebay.workers.engines.encode import MediaUnusable
 from forebay.workers.engines.vllm.requests import prompt_of
 
 if TYPE_CHECKING:
