@@ -123,19 +123,6 @@ def test_reasoning_is_separate_if_requested(client: openai.OpenAI, options: dict
     assert any(delta.content for delta in deltas)
 
 
-@pytest.mark.parametrize(("parallel", "count"), [(True, 2), (False, 1)])
-def test_a_response_has_several_tool_calls(client: openai.OpenAI, parallel: bool, count: int) -> None:
-    completion = client.chat.completions.create(
-        model=MODEL,
-        messages=ask("Get the weather in Bogotá and send an email to Bob"),
-        tools=[WEATHER, EMAIL],
-        parallel_tool_calls=parallel,
-    )
-    calls = completion.choices[0].message.tool_calls
-    assert calls is not None
-    assert [call.function.name for call in calls if call.type == "function"] == ["get_weather", "send_email"][:count]
-
-
 def test_tool_choice_forces_or_forbids_a_call(client: openai.OpenAI) -> None:
     def call_of(choice: Any, text: str = "Hello") -> Any:
         given = client.chat.completions.create(

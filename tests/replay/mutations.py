@@ -12,7 +12,7 @@ import msgspec
 from forebay.events.codec import decode, encode
 from forebay.events.topics import DECISIONS, Topic
 from forebay.events.versions import EVENTS_VERSION
-from forebay.transport.base import Log
+from forebay.transport.base import Log, LogError, Record
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.transport.sqlite.schema import checksum
 from tests.cli.in_process import forebay
@@ -79,3 +79,19 @@ class LogWithout:
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> Any:
         records = await self._log.read(topic, partition, offset, limit)
         return [one for one in records if (topic, one.offset) != (self._topic.name, self._missing)]
+
+
+class Trimmed(SqliteLog):
+    """Log from which retention removed the beginning of some topics."""
+
+    begins: dict[str, int]
+
+    async def begin(self, topic: str, partition: int) -> int:
+        """Return the first offset that retention kept."""
+        return self.begins.get(topic, await super().begin(topic, partition))
+
+    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
+        """Return records, unless retention removed some of them."""
+        if offset < await self.begin(topic, partition):
+            raise LogError(f"{topic}/{partition} no longer holds offset {offset}")
+        return await super().read(topic, partition, offset, limit)

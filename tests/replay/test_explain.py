@@ -28,6 +28,7 @@ from tests.core.worlds import PROMPTS, histories, joined, perform, pool, query, 
 from tests.depth import examples
 from tests.logs import recordings
 from tests.logs.own_policy import CUSTOM
+from tests.replay.mutations import Trimmed
 from tests.replay.recorder import Recorder, ending_of, first_token_of, fleet, outage, submission_of, words
 
 SHORT, LONG = PROMPTS[0][:2], PROMPTS[1]
@@ -565,23 +566,13 @@ async def test_an_outage_has_a_length_and_late_events_say_when_they_were_written
     assert "; written at -1.001 s, before the takeover" in found.timeline[2].text
 
 
-class Headless(SqliteLog):
-    """Log whose records before a snapshot were removed."""
-
-    begins: dict[str, int]
-
-    async def begin(self, topic: str, partition: int) -> int:
-        """Return the first offset that retention kept."""
-        return self.begins.get(topic, 0)
-
-
 async def test_a_request_older_than_the_log() -> None:
     made = fleet("a", "b")
     for name in ("ended", "r"):
         made.ask(name, SHORT)
     made.progress("ended", RequestFinished, finish_reason="stop")
     made.snapshot()
-    log = Headless.open(None)
+    log = Trimmed.open(None)
     log.begins = {**made.world.view, "decisions": len(made.journal) - 1, "snapshots": 0}
     made.ask("x", SHORT)
     made.progress("r", FirstTokenEmitted)

@@ -27,6 +27,7 @@ from forebay.transport.sqlite import recording, schema
 from forebay.transport.sqlite.log import LogUnusable, SqliteLog
 from forebay.transport.sqlite.recording_writer import RecordingWriter, part_of
 from tests.depth import sampled
+from tests.replay.mutations import Trimmed
 from tests.replay.owner_histories import WrittenDriver, log_with
 from tests.replay.slices import (
     OPTIONS,
@@ -202,22 +203,6 @@ def test_a_window_without_decisions_is_rejected(
     with pytest.raises(NothingDecided, match="made no decision in the window") as raised:
         asyncio.run(contents(log, choose(journal[-1].at_us)))
     assert recording.utc(journal[0].at_us) in str(raised.value)
-
-
-class Trimmed(SqliteLog):
-    """Log from which retention removed the beginning of some topics."""
-
-    begins: dict[str, int]
-
-    async def begin(self, topic: str, partition: int) -> int:
-        """Return the first offset that retention kept."""
-        return self.begins.get(topic, await super().begin(topic, partition))
-
-    async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
-        """Return records, unless retention removed some of them."""
-        if offset < await self.begin(topic, partition):
-            raise LogError(f"{topic}/{partition} no longer holds offset {offset}")
-        return await super().read(topic, partition, offset, limit)
 
 
 def test_error_names_records_removed_by_retention_and_the_earliest_complete_time(

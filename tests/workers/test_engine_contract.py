@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from forebay.engine_model.model import EngineConfig, Stored
 from forebay.events.control import Command
+from forebay.events.tokens import TopLogprob
 from forebay.events.transfer import Prefilled
 from forebay.workers.engine import Engine, EngineError, EngineRefused
 from forebay.workers.engines.attached import completions as attached
@@ -52,6 +53,7 @@ from tests.workers.engine_setup import (
 )
 from tests.workers.hosted import HOSTED_SPEC, INSPECT, LINE, PATIENCE_S, VARIABLE, hosted, settings
 from tests.workers.standins import sglang_standin, tensorrt_llm_standin, vllm_standin
+from tests.workers.standins.little import answer_of
 from tests.workers.standins.tensorrt_llm_standin import Logprob
 
 Start = Callable[..., AbstractAsyncContextManager[Driven]]
@@ -149,6 +151,20 @@ async def test_response_is_streamed_and_ends(started: Start) -> None:
         # Of a prompt one token is always computed, and with it its block.
         assert again.finished is not None and again.cached == again.finished.cached_tokens == 2 * BLOCK_SIZE
     assert one.ended is None
+
+
+@pytest.mark.parametrize("started", ["sglang", "tensorrt-llm"], indirect=True)
+async def test_tokens_have_log_probabilities(started: Start) -> None:
+    async with started() as one:
+        answer = await one.ask(PROMPT, 5, logprobs=2)
+        assert answer.tokens == answer_of(PROMPT, 5)
+        assert [place.logprob for place in answer.logprobs] == [-0.5] * 5
+        assert answer.logprobs[0].top == (
+            TopLogprob(token_id=answer.tokens[0], logprob=-0.5),
+            TopLogprob(token_id=7, logprob=-9999.0),  # JSON has no infinity
+        )
+        (alone,) = (await one.ask(PROMPT, 1, logprobs=0)).logprobs
+        assert (alone.logprob, alone.top) == (-0.5, ())
 
 
 async def test_cached_blocks_are_reported_once_and_held(started: Start) -> None:

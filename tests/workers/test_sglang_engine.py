@@ -21,7 +21,6 @@ from prometheus_client import REGISTRY, Counter
 from forebay.events.control import Command
 from forebay.events.decisions import Stage
 from forebay.events.requests import Sampling, StructuredOutput, TokenBias
-from forebay.events.tokens import TopLogprob
 from forebay.events.transfer import Prefilled
 from forebay.workers.engine import Cleared, EngineError, EngineRefused
 from forebay.workers.engines import model_engine
@@ -63,19 +62,6 @@ def started(settings: EngineSettings) -> Start:
 def manager() -> TokenizerManager:
     assert Engine.made is not None and Engine.made.tokenizer_manager is not None
     return Engine.made.tokenizer_manager
-
-
-async def test_tokens_are_streamed_with_log_probabilities(started: Start) -> None:
-    async with started() as one:
-        answer = await one.ask(PROMPT, 5, logprobs=2)
-        assert answer.tokens == answer_of(PROMPT, 5)
-        assert [place.logprob for place in answer.logprobs] == [-0.5] * 5
-        assert answer.logprobs[0].top == (
-            TopLogprob(token_id=answer.tokens[0], logprob=-0.5),
-            TopLogprob(token_id=7, logprob=-9999.0),  # JSON has no infinity
-        )
-        (alone,) = (await one.ask(PROMPT, 1, logprobs=0)).logprobs
-        assert alone.top == ()
 
 
 async def test_accumulated_chunks_are_emitted_completely(started: Start) -> None:

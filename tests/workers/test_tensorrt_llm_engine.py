@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from forebay.events.control import Action, Command
 from forebay.events.requests import Sampling, StructuredOutput, TokenBias
-from forebay.events.tokens import TopLogprob
 from forebay.workers.engine import Cleared, EngineError, EngineRefused, KvEngine
 from forebay.workers.engines.kv_descriptor import Unfetchable
 from forebay.workers.engines.settings import EngineSettings
@@ -64,20 +63,6 @@ def started(settings: EngineSettings) -> Start:
 def llm() -> LLM:
     assert LLM.made is not None
     return LLM.made
-
-
-async def test_tokens_are_streamed_with_log_probabilities(started: Start) -> None:
-    async with started() as one:
-        answer = await one.ask(PROMPT, 5, logprobs=2)
-        assert answer.tokens == answer_of(PROMPT, 5)
-        assert [place.logprob for place in answer.logprobs] == [-0.5] * 5
-        assert answer.logprobs[0].top == (
-            TopLogprob(token_id=answer.tokens[0], logprob=-0.5),
-            TopLogprob(token_id=7, logprob=-9999.0),
-        )
-        (alone,) = (await one.ask(PROMPT, 1, logprobs=0)).logprobs
-        assert alone.logprob == -0.5 and alone.top == ()
-        assert llm().requested_with[-1]["sampling_params"].logprobs == 1
 
 
 async def test_tokens_between_two_polls_are_emitted_once(started: Start) -> None:

@@ -7,7 +7,8 @@ import pytest
 
 from forebay.runtime.errors import ConfigError
 from forebay.workers.engine import EngineError
-from forebay.workers.kv_tiers.object_store import THREADS, ObjectStore
+from forebay.workers.kv_tiers.block_store import BlockStore
+from forebay.workers.kv_tiers.object_store import THREADS
 from forebay.workers.kv_tiers.offload_manager import open_store
 from forebay.workers.kv_tiers.settings import TierSettings
 from tests.workers.kv_tiers.buckets import BUCKET, KEYS, SILENT, FaultyServer, clear_bucket, client
@@ -25,8 +26,8 @@ from tests.workers.kv_tiers.cases import (
 )
 
 
-def opened(endpoint: str) -> ObjectStore:
-    return ObjectStore(URL, identity(), quota_bytes=QUOTA, endpoint=endpoint)
+def opened(endpoint: str) -> BlockStore:
+    return open_store("store", TierSettings(store=URL, store_bytes=QUOTA, store_endpoint=endpoint), identity())
 
 
 @pytest.fixture
