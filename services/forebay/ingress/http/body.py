@@ -43,7 +43,7 @@ class BodyReader(AbstractContextManager["BodyReader"]):
         limits, memory = self._memory.limits, self._memory
         _require_declared(request, limits)
         parts, size = [], 0
-        async for part in _parts(request):
+        async for part in _parts(request, limits.bytes_max):
             size += len(part)
             if size > limits.bytes_max:
                 raise limits.too_large()
@@ -62,17 +62,18 @@ class BodyReader(AbstractContextManager["BodyReader"]):
 async def read_body(request: Request, bytes_max: int) -> bytes:
     """Return a body without counting it in `BodyMemory`. Raises ApiError (413) if it is larger than `bytes_max`."""
     raw = bytearray()
-    async for part in _parts(request):
+    async for part in _parts(request, bytes_max):
         raw += part
         if len(raw) > bytes_max:
             raise ApiError(413, "body_too_large", f"the body has more than {bytes_max:,} bytes, the limit of this path")
     return bytes(raw).removeprefix(BOM)
 
 
-async def _parts(request: Request) -> AsyncIterator[bytes]:
+async def _parts(request: Request, bytes_max: int) -> AsyncIterator[bytes]:
     """Yield a body in parts, decoded if its `Content-Encoding` is gzip.
 
-    Raises ApiError: 415 for another encoding, 400 if the body is not valid gzip. Raises ClientDisconnect.
+    Raises ApiError: 415 for another encoding, 400 if the body is not valid gzip, 413 if the gzip has more bytes than
+    `bytes_max`, because gzip of any length may decode to nothing. Raises ClientDisconnect.
     """
     coding = ", ".join(request.headers.getlist("content-encoding")).strip().lower()
     if coding in ("", "identity"):
@@ -82,19 +83,23 @@ async def _parts(request: Request) -> AsyncIterator[bytes]:
     if coding not in (ACCEPTED_CODING, "x-gzip"):
         text = f"the Content-Encoding {coding[:SHOWN_CHARS_MAX]!r} is not supported; use {ACCEPTED_CODING} or none"
         raise ApiError(415, UNSUPPORTED_CODING, text)
-    decoder = zlib.decompressobj(GZIP_BITS)
+    decoder, size = zlib.decompressobj(GZIP_BITS), 0
     try:
         async for part in request.stream():
-            rest = part
+            rest, size = part, size + len(part)
+            if size > bytes_max:
+                raise ApiError(413, "body_too_large", f"the gzip has more than {bytes_max:,} bytes, the limit")
             while rest:
+                if decoder.eof:  # gzip is a sequence of members
+                    decoder = zlib.decompressobj(GZIP_BITS)
                 yield decoder.decompress(rest, DECODED_BYTES)
-                rest = decoder.unconsumed_tail
+                rest = decoder.unconsumed_tail or decoder.unused_data
                 await asyncio.sleep(0)  # decoding megabytes must not block other requests
         yield decoder.flush()
     except zlib.error as error:
         raise invalid(f"the body is not valid gzip: {error}", code="invalid_encoding") from error
-    if not decoder.eof or decoder.unused_data:
-        raise invalid("the gzip body is incomplete, or has data after its end", code="invalid_encoding")
+    if not decoder.eof:
+        raise invalid("the gzip body is incomplete", code="invalid_encoding")
 
 
 def request_id_of(request: Request, prefix: str) -> str:
@@ -111,7 +116,7 @@ def client_id(request: Request) -> str | None:
     given = request.headers.get("x-request-id")
     if given is None or REQUEST_ID.fullmatch(given):
         return given
-    add_fields(request.scope, x_request_id=quote(given[:SHOWN_CHARS_MAX], safe="=#/:;,+@"))
+    add_fields(request.scope, x_request_id=quote(given[:SHOWN_CHARS_MAX].encode("latin-1"), safe="=#/:;,+@"))
     return None
 
 

@@ -217,14 +217,18 @@ def listen(host: str, port: int, option: str = "--port") -> socket.socket:
 
 
 def port_holder(port: int) -> str:
-    """Return ` by process PID, COMMAND` for a port on which a process listens; empty if this user cannot know it."""
+    """Return ` by process PID, COMMAND` for a port on which a process listens; empty if this user cannot know it.
+
+    The command ends before its first long option, because options may have passwords.
+    """
     with contextlib.suppress(OSError):
-        rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()]
+        tables = Path("/proc/net").glob("tcp*")  # there is no tcp6 without IPv6
+        rows = [line.split() for table in tables for line in table.read_text().splitlines()]
         sockets = {f"socket:[{row[9]}]" for row in rows if row[3] == LISTENING and row[1].endswith(f":{port:04X}")}
         for link in Path("/proc").glob("[0-9]*/fd/*") if sockets else ():
             with contextlib.suppress(OSError):
                 if str(link.readlink()) in sockets:
-                    command = (link.parents[1] / "cmdline").read_bytes().replace(b"\0", b" ")
+                    command = (link.parents[1] / "cmdline").read_bytes().partition(b"\0--")[0].replace(b"\0", b" ")
                     return f" by process {link.parts[2]}, {command[:COMMAND_BYTES].decode(errors='replace').strip()}"
     return ""
 

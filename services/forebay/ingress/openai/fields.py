@@ -252,8 +252,10 @@ def _rank(error: ErrorDetails) -> tuple[bool, int, int]:
 
 
 def _is_member(step: Step) -> bool:
-    """Return whether a step of a location is a member of a union. Parameters have names in lower case."""
-    return isinstance(step, str) and (not step.isidentifier() or step in SCALARS or step[0].isupper())
+    """Return whether a step of a location is a member of a union. Parameters have names in lower case, or numbers."""
+    if not isinstance(step, str) or step.isdigit():
+        return False
+    return not step.isidentifier() or step in SCALARS or step[0].isupper()
 
 
 def _steps(error: ErrorDetails) -> tuple[Step, ...]:
