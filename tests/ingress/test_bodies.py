@@ -496,7 +496,7 @@ VALID: list[tuple[type[Body], dict[str, Any]]] = [
 def places(value: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield the path, the container and the key of each value in a body."""
     for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
-        where = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}".lstrip(".")
+        where = f"{path}.{key}".lstrip(".") if str(key).isidentifier() else f"{path}[{key!r}]"
         yield where, value, key
         yield from places(value[key], where)
 

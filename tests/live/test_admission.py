@@ -20,7 +20,8 @@ from forebay.events.fleet import (
     WorkerSpec,
     WorkerSuspect,
 )
-from forebay.events.topics import CONTROL, FLEET, work_topic
+from forebay.events.heartbeats import RouterHeartbeat
+from forebay.events.topics import CONTROL, FLEET, HEARTBEATS, work_topic
 from forebay.events.transfer import KvLayout
 from forebay.live.owner import admission as admission_module
 from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
@@ -444,13 +445,14 @@ async def test_a_pool_of_another_block_size_is_refused_by_name(
 ) -> None:
     big = lease("v", pool="big", block_size=16)
     for _ in range(3):
-        await by_lease.poll(lease(), big)
+        await by_lease.poll(lease(), big, lease(""), lease("x" * 300))
     assert by_lease.joined() == ["w"]
     assert [pool.pool for pool in by_lease.configured()] == ["default"]
-    assert by_lease.refused == {"block_size": 1}
+    assert by_lease.refused == {"block_size": 1, "spec": 2}
     text = "blocks of its pool big hold 16 tokens, but blocks of the pool default of m hold 64: start it with the same"
     assert text in caplog.text
-    (rejected,) = by_lease.admission.rejected
+    beat = RouterHeartbeat(group="m", router_id="r", role="owner", rejected=by_lease.admission.rejected)
+    rejected, _ = decode(HEARTBEATS, encode(HEARTBEATS, beat)).rejected
     assert (rejected.worker_id, rejected.reason.startswith(text)) == ("v", True)
     await by_lease.poll(lease(released=True), big)
     pools = [(pool.pool, pool.block_size) for pool in by_lease.configured()]

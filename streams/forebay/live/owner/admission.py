@@ -35,7 +35,7 @@ from forebay.events.fleet import (
     WorkerSuspect,
 )
 from forebay.events.heartbeats import RejectedWorker
-from forebay.events.names import NameInvalid, printable, require_adapter, require_name
+from forebay.events.names import NAME_CHARS_MAX, NameInvalid, printable, require_adapter, require_name
 from forebay.events.topics import CONTROL, FLEET, work_topic
 from forebay.events.transfer import KvLayout
 from forebay.events.versions import EVENTS_VERSION
@@ -125,10 +125,11 @@ class WorkerAdmission:
 
     @property
     def rejected(self) -> tuple[RejectedWorker, ...]:
-        """Workers that are not admitted; at most `REJECTED_MAX`."""
-        waiting = [(name, why) for name, (_, why) in self._refused.items() if name not in self._members]
+        """Workers that are not admitted; at most `REJECTED_MAX`. Their names are from Redis, and may be invalid."""
+        waiting = [(name, why) for name, (_, why) in self._refused.items() if name and name not in self._members]
         return tuple(
-            RejectedWorker(worker_id=name, reason=why[:REASON_CHARS_MAX]) for name, why in waiting[:REJECTED_MAX]
+            RejectedWorker(worker_id=name[:NAME_CHARS_MAX], reason=why[:REASON_CHARS_MAX])
+            for name, why in waiting[:REJECTED_MAX]
         )
 
     @property
