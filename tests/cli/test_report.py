@@ -19,8 +19,7 @@ from playwright.sync_api import Browser, Dialog, expect
 from forebay.analysis.runs import SimulationRun
 from forebay.cli.common.terminal import printable
 from forebay.cli.simulate.report.charts import COLUMNS, ROWS
-from forebay.cli.simulate.report.page import RUNS_MAX, page, require_report, write_report
-from forebay.cli.simulate.report.words import duration
+from forebay.cli.simulate.report.page import RUNS_MAX, duration, page, require_report, write_report
 from forebay.events.control import RouterConfig
 from forebay.simulate.outcome import RequestOutcome, RequestOutcomes, SimulationOutcome, summary
 from forebay.simulate.settings import engine_config
