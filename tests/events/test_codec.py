@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from forebay.events.base import Event
 from forebay.events.codec import DecodeError, decode, encode, unknown_tag
 from forebay.events.requests import RequestSubmitted
-from forebay.events.schema import TOPICS
 from forebay.events.snapshots import Chunk, SnapshotChunk
 from forebay.events.topics import (
     DEAD_LETTERS,
@@ -26,6 +25,7 @@ from forebay.events.topics import (
 from forebay.events.work import WorkItem
 from tests.depth import examples
 from tests.events.strategies import instances
+from tests.harness.event_schemas import TOPICS
 from tests.harness.samples import event_types, samples, tag_of
 
 CARRYING = [topic for topic in TOPICS if topic.events is not None]

@@ -34,10 +34,10 @@ from forebay.events.progress import (
     RequestProgress,
 )
 from forebay.events.request_ids import aliases_of, choice_ids, client_id_of, http_request_id, kafka_api_request_id
-from forebay.events.schema import TOPICS
 from forebay.events.topics import INPUTS
 from forebay.events.transfer import Prefilled
 from forebay.events.versions import EVENTS_VERSION, may_write
+from tests.harness.event_schemas import TOPICS
 from tests.harness.samples import event_types
 
 

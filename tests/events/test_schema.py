@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from forebay.events.codec import decode
-from forebay.events.schema import TOPICS, document, registry
 from forebay.events.topics import Topic
 from tests.harness import schemas
+from tests.harness.event_schemas import TOPICS, document, registry
 from tests.harness.samples import SAMPLES, event_types, readable, samples, tag_of
 
 STALE = "stale: run `make schemas` and commit what it writes"

@@ -16,10 +16,10 @@ from forebay.events.base import Event, pack_u64
 from forebay.events.codec import encode
 from forebay.events.control import QueueClass, QueueConfig
 from forebay.events.pools import GridPool, PoolGrid, PriorityOverride
-from forebay.events.schema import TOPICS
 from forebay.events.snapshots import Chunk, SnapshotChunk
 from forebay.events.topics import SNAPSHOTS, Topic
 from forebay.events.work import WorkItem
+from tests.harness.event_schemas import TOPICS
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "tests/events/samples"

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from forebay.events.schema import document, registry
 from forebay.transport.sqlite import schema as sqlite_schema
 from forebay.transport.sqlite.recording import TABLES
+from tests.harness.event_schemas import document, registry
 
 ROOT = Path(__file__).resolve().parents[2]
 REGISTRY = ROOT / "schemas/forebay/events/registry"

@@ -14,7 +14,7 @@ from tests.harness.other_version import BATCH_MEASURED, COST_NOTED, OTHER_VERSIO
 PROGRAM = """
 import runpy, sys
 runpy.run_path(sys.argv[1], run_name="other")
-import forebay.events.schema, forebay.core.rederive, forebay.core.world
+import forebay.events.topics, forebay.core.rederive, forebay.core.world
 from forebay.core.world import CORE_VERSION
 from forebay.events.codec import _tags
 from forebay.events.topics import DECISIONS

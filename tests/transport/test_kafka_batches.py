@@ -22,7 +22,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.events.codec import DecodeError
-from forebay.events.schema import TOPICS
 from forebay.transport.base import Record, event_of
 from forebay.transport.dead_letters import CONTENT_BYTES_MAX, HEADERS_BYTES_MAX, dead_letter
 from forebay.transport.kafka.batches import DECOMPRESSED_BYTES_MAX
@@ -41,6 +40,7 @@ from forebay.transport.kafka.protocol import (
 from forebay.transport.kafka.tail import AT_MS_MAX, record_of
 from forebay.transport.kafka.writer import RECORD_BYTES_MAX, size_of
 from tests.depth import examples
+from tests.harness.event_schemas import TOPICS
 from tests.raw_batches import (
     CODECS,
     CONTROL,

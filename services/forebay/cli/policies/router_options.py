@@ -15,7 +15,7 @@ from forebay.cli.common.options import Option, declarations_of
 from forebay.cli.policies.allowed import add_current_directory, require_policy
 from forebay.cli.policies.file import named_fields, read_policy_file
 from forebay.events.control import DisaggConfig, QueuePolicy, RouterConfig, RouterMode
-from forebay.events.schema import split_description
+from forebay.events.descriptions import split_description
 from forebay.runtime.errors import ConfigError, prefixed
 from forebay.simulate.field_descriptions import invalid_field, unknown_field
 

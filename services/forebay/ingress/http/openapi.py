@@ -12,7 +12,7 @@ import msgspec
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
-from forebay.events.schema import split_description
+from forebay.events.descriptions import split_description
 from forebay.ingress.http.guards import requires_api_key
 from forebay.ingress.openai.fields import Body
 

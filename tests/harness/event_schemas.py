@@ -1,16 +1,16 @@
 """Derive the JSON Schema of every topic and the page `docs/events.md` from the event types.
 
-This module only builds values; `tests/harness/schemas.py` writes the files.
+This module only builds values; `tests.harness.schemas` writes the files.
 """
 
 import inspect
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from forebay.events.descriptions import split_description
 from forebay.events.topics import FIXED_TOPICS, Topic, work_topic
 
 Schema = dict[str, Any]
@@ -18,8 +18,6 @@ Schema = dict[str, Any]
 TOPICS = (*FIXED_TOPICS, work_topic("<pool>"))
 _REF = "#/$defs/"
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-# An entry of a docstring's `Attributes` section: a name, and text whose continuation lines are indented further.
-_ATTRIBUTE = re.compile(r"^    (\w+): ((?:.*)(?:\n {5,}.*)*)", re.MULTILINE)
 # Meanings of fields that many events share, for events whose docstring does not describe them.
 _MEANINGS = {
     "action": "what the workers are to do.",
@@ -120,12 +118,6 @@ def document() -> str:
     for name in sorted(parts):
         lines += parts[name]
     return _INTRODUCTION + "\n".join(lines) + "\n"
-
-
-def split_description(docstring: str | None) -> tuple[str, dict[str, str]]:
-    """Return the text of a class's docstring without its section `Attributes`, and that section by attribute."""
-    text, _, attributes = inspect.cleandoc(docstring or "").partition("\n\nAttributes:\n")
-    return text, {name: " ".join(meaning.split()) for name, meaning in _ATTRIBUTE.findall(attributes)}
 
 
 def _schema(topic: Topic) -> Schema:
