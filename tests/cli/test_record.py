@@ -8,7 +8,6 @@ import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -40,7 +39,7 @@ from tests.harness.local import free_ports
 from tests.harness.scaling_decisions import decisions_of
 from tests.live.planning import append
 from tests.replay.mutations import replace_record
-from tests.replay.slices import OTHER, joined_log, journal_of, opened, rows, source_log
+from tests.replay.slices import OTHER, joined_log, journal_of, opened, source_log
 from tests.system import MODEL
 
 
@@ -255,41 +254,6 @@ def test_a_group_without_decisions_is_excluded_and_reported(joined: Path, tmp_pa
     assert text == (
         f"no selected group made a decision in the window; choose another window (groups: {MODEL}, {OTHER})"
     )
-
-
-def test_an_interrupted_recording_is_resumed_only_by_the_same_command(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "rec"
-    pages = 0
-
-    def interrupted(self: SqliteLog, *place: Any) -> Any:
-        nonlocal pages
-        pages += place[3] == 9  # records per read
-        if pages == 3:
-            raise KeyboardInterrupt
-        return read(self, *place)
-
-    read = SqliteLog.read
-    with monkeypatch.context() as patch:
-        patch.setattr(record, "PAGE_RECORDS", 9)
-        patch.setattr(SqliteLog, "read", interrupted)
-        assert invoke("record", "--last", "1h", source, out).exit_code != 0
-    assert part_of(out).exists()
-    assert not out.exists()
-    assert "run the `forebay record` command that began it again" in invoke("verify", part_of(out)).stderr
-    assert "(last 1h, now 2h); repeat the first command, or remove the file" in error_of(
-        "record", "--last", "2h", source, out
-    )
-    assert "(last 1h, now not given)" in error_of("record", source, out)
-    assert "(group not given, now model)" in error_of("record", "--last", "1h", "--group", MODEL, source, out)
-    other = tmp_path / "other.db"
-    other.write_bytes(source.read_bytes())
-    assert re.search(r"\(source log \w+, now log \w+\)", error_of("record", "--last", "1h", other, out))
-    made("--last", "1h", source, out)
-    made("--last", "1h", source, tmp_path / "undisturbed")
-    assert rows(out) == rows(tmp_path / "undisturbed")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.db", "rec", "undisturbed"]
 
 
 def test_every_command_works_on_a_slice(source: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Slices of logs are self-contained, and interrupted copies give the same recording."""
+"""Slices of logs are self-contained, and a command after an interrupted one gives the same recording."""
 
 import asyncio
 import random
@@ -30,7 +30,6 @@ from tests.depth import sampled
 from tests.replay.mutations import Trimmed
 from tests.replay.owner_histories import WrittenDriver, log_with
 from tests.replay.slices import (
-    OPTIONS,
     OTHER,
     contents,
     joined_log,
@@ -252,110 +251,76 @@ def new_writer(log: SqliteLog, out: Path) -> RecordingWriter:
     return RecordingWriter.create(out, asyncio.run(contents(log)))
 
 
-def resume(out: Path) -> RecordingWriter:
-    writer = RecordingWriter.resume(out, OPTIONS)
-    assert writer is not None
-    return writer
-
-
-def test_an_interrupted_copy_resumes_to_the_same_recording(
-    log: SqliteLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("pages", [0, 3, 8])
+def test_a_second_command_replaces_an_interrupted_copy(
+    log: SqliteLog, tmp_path: Path, pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record, "PAGE_RECORDS", PAGE)
-    steps: list[tuple[int, int]] = []
-    whole, out = tmp_path / "whole", tmp_path / "resumed"
-    undisturbed = asyncio.run(written(log, new_writer(log, whole), lambda *step: steps.append(step)))
-    assert len(steps) > 8
-    for stops in range(len(steps)):
-        writer = RecordingWriter.resume(out, OPTIONS)
-        assert (writer is None) == (stops == 0)
-        writer = writer or new_writer(log, out)
-        assert writer.done == min(stops * PAGE, writer.done)
-        with pytest.raises(Stopped):
-            asyncio.run(written(log, writer, stop))
-        assert not out.exists()
-        with pytest.raises(LogUnusable, match="was not finished; run the `forebay record` command"):
-            SqliteLog.open(part_of(out), readonly=True)
-    assert asyncio.run(written(log, resume(out))) == undisturbed
+    whole, out = tmp_path / "whole", tmp_path / "again"
+    undisturbed = asyncio.run(written(log, new_writer(log, whole)))
+    left = pages
+
+    def stop_after_pages(*_: object) -> None:
+        nonlocal left
+        if not left:
+            raise Stopped
+        left -= 1
+
+    with pytest.raises(Stopped):
+        asyncio.run(written(log, new_writer(log, out), stop_after_pages))
+    assert not out.exists()
+    with pytest.raises(LogUnusable, match="was not finished; run the `forebay record` command again"):
+        SqliteLog.open(part_of(out), readonly=True)
+    assert asyncio.run(written(log, new_writer(log, out))) == undisturbed
     assert rows(out) == rows(whole)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["resumed", "whole"]
+    assert out.stat().st_size == whole.stat().st_size, "nothing of the first copy stays in the file"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "whole"]
     verified(out)
 
 
 @pytest.mark.parametrize("step", ["forebay.transport.sqlite.recording.seal", "pathlib.Path.rename"])
-def test_a_writer_that_stops_before_renaming_its_recording(log: SqliteLog, out: Path, step: str) -> None:
+def test_a_complete_recording_without_its_name_is_not_replaced(log: SqliteLog, out: Path, step: str) -> None:
+    """Another process may be sealing it at that time, without a lock."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(step, stop)
         asyncio.run(sliced(log, out))
+    before = part_of(out).read_bytes()
+    with pytest.raises(LogUnusable, match=r"out.part: another process may be renaming it"):
+        new_writer(log, out)
+    assert part_of(out).read_bytes() == before
     assert [path.name for path in out.parent.iterdir()] == ["out.part"]
-    held = asyncio.run(written(log, resume(out)))
-    assert [path.name for path in out.parent.iterdir()] == ["out"]
-    assert held.content
-    verified(out)
 
 
 def test_two_writers_cannot_write_one_recording(log: SqliteLog, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay.transport.sqlite.schema.BUSY_TIMEOUT_S", 0.01)
     writer = new_writer(log, out)
-    for _ in range(2):  # the second writer is resumed, and has written nothing yet
-        with pytest.raises(LogUnusable, match="another process writes it"):
-            RecordingWriter.resume(out, OPTIONS)
-        unfinished = writer
-        writer.close()
-        writer = resume(out)
+    with pytest.raises(LogUnusable, match="another process writes it"):
+        new_writer(log, out)
     out.write_text("somebody else's")
     with pytest.raises(LogUnusable, match="out: exists already"):
         asyncio.run(written(log, writer))
     assert out.read_text() == "somebody else's"
-    out.unlink()
-    asyncio.run(written(log, resume(out)))
-    before = out.read_bytes()
     with pytest.raises(LogUnusable, match="out: exists already"):
-        RecordingWriter.resume(out, OPTIONS)
-    with pytest.raises(LogUnusable, match="out: exists already"):
-        RecordingWriter.create(out, unfinished.contents)
-    assert out.read_bytes() == before
+        new_writer(log, out)
 
 
-def test_a_second_writer_does_not_change_a_recording_that_lacks_only_its_seal(
-    log: SqliteLog, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first writer may be sealing the recording at that time, without a lock."""
-    kept: list[bytes] = []
-
-    def write_concurrently(path: Path) -> None:
-        kept.append(path.read_bytes())
-        another = resume(out)
-        monkeypatch.setattr(recording, "seal", lambda path: kept.append(path.read_bytes()))
-        monkeypatch.setattr(Path, "rename", lambda *_: None)
-        another.finish()
-        monkeypatch.undo()
-        recording.seal(path)
-
-    monkeypatch.setattr(recording, "seal", write_concurrently)
-    asyncio.run(written(log, new_writer(log, out)))
-    assert kept[0] == kept[1]
-    assert not part_of(out).exists()
-    verified(out)
-
-
-def test_other_files_at_the_output_path_are_rejected(out: Path) -> None:
+def test_other_files_at_the_output_path_are_rejected(log: SqliteLog, out: Path) -> None:
     part_of(out).write_text("what somebody else put here, and wants to keep " * 9)
     with pytest.raises(LogUnusable, match="remove it, then run the command again"):
-        RecordingWriter.resume(out, OPTIONS)
+        new_writer(log, out)
     part_of(out).unlink()
     SqliteLog.open(part_of(out)).close()
     with pytest.raises(LogUnusable, match="is a log, expected an unfinished recording"):
-        RecordingWriter.resume(out, OPTIONS)
+        new_writer(log, out)
     part_of(out).write_bytes(b"")  # killed before its first transaction
-    assert RecordingWriter.resume(out, OPTIONS) is None
+    new_writer(log, out).close()
     with pytest.raises(LogUnusable, match="there is no directory"):
-        RecordingWriter.resume(out.parent / "deeper" / "out", OPTIONS)
+        new_writer(log, out.parent / "deeper" / "out")
     with pytest.raises(LogUnusable, match="is a directory"):
-        RecordingWriter.resume(out.parent, OPTIONS)
+        new_writer(log, out.parent)
 
 
-def test_a_copy_resumes_after_a_full_disk(log: SqliteLog, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_with_a_remedy(log: SqliteLog, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "PAGE_RECORDS", PAGE)
     connect = schema.connect
 
@@ -369,9 +334,7 @@ def test_a_copy_resumes_after_a_full_disk(log: SqliteLog, out: Path, monkeypatch
         writer = new_writer(log, out)
     with pytest.raises(LogError, match=r"out.part: cannot be written \(.*full.*\); free disk space, then run"):
         asyncio.run(written(log, writer))
-    resumed = resume(out)
-    assert 0 < resumed.done < resumed.total
-    asyncio.run(written(log, resumed))
+    asyncio.run(written(log, new_writer(log, out)))
     verified(out)
 
 

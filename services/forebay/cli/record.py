@@ -9,7 +9,6 @@ from typing import Any
 import click
 import msgspec
 from rich.progress import Progress, TaskID
-from xxhash import xxh3_64_hexdigest
 
 from forebay.cli.command import RecordCommand
 from forebay.cli.common.errors import explained, fail
@@ -48,18 +47,11 @@ from forebay.transport.sqlite.recording_writer import RecordingWriter, require_f
 OF_NAMESPACE = {GROUPS.name, SCALING.name}  # topics that belong to no group
 
 
-def _identity(options: RecordCommand, source: Recording) -> dict[str, str]:
-    """Return the options that select records, by name. A command with equal ones resumes an interrupted recording.
-
-    The recording contains them, so the source appears only as a hash.
-    """
-    place = source.name if source.log is None else str(source.log.resolve())
-    group = ",".join(options.group or ())
-    values = {"from": options.start, "to": options.end, "last": options.last, "group": group}
-    given = {name: value for name, value in values.items() if value}
-    if options.anonymize:  # such a recording is never resumed, and its source stays private
-        return {**given, "anonymize": "yes"}
-    return {"source": f"{'kafka' if source.log is None else 'log'} {xxh3_64_hexdigest(place.encode())}", **given}
+def _asked(options: RecordCommand) -> dict[str, str]:
+    """Return the options that select records, by name. The recording contains them."""
+    group, anonymize = ",".join(options.group or ()), "yes" if options.anonymize else ""
+    values = {"from": options.start, "to": options.end, "last": options.last, "group": group, "anonymize": anonymize}
+    return {name: value for name, value in values.items() if value}
 
 
 class RecordResult(msgspec.Struct, kw_only=True):
@@ -125,20 +117,15 @@ async def _record(
 ) -> RecordResult:
     require_free(out)
     task = progress.add_task("selecting records", total=None)
-    identity = _identity(options, source)
     left_out: list[str] = []
     async with source.source() as log:
+        slices = await _slices(source, log, options, window, left_out)
         if options.anonymize:
-            slices = await _slices(source, log, options, window, left_out)
-            contents = msgspec.structs.replace(await _contents(log, slices, identity), anonymized=True)
-            written = await _anonymize(log, out, contents, progress, task, custom)
-            contents, verified = written
+            contents = msgspec.structs.replace(await _contents(log, slices, _asked(options)), anonymized=True)
+            contents, verified = await _anonymize(log, out, contents, progress, task, custom)
         else:
-            writer = RecordingWriter.resume(out, identity)
-            if writer is None:
-                slices = await _slices(source, log, options, window, left_out)
-                scaling = await scaling_of(log, window) if await has_scaling(log) else None
-                writer = RecordingWriter.create(out, await _contents(log, slices, identity, scaling))
+            scaling = await scaling_of(log, window) if await has_scaling(log) else None
+            writer = RecordingWriter.create(out, await _contents(log, slices, _asked(options), scaling))
             contents, verified = await _copy(log, writer, progress, task), {}
         progress.remove_task(task)
     return RecordResult(
@@ -208,17 +195,17 @@ async def _select_groups(source: Recording, log: Log, options: RecordCommand) ->
 
 
 async def _contents(
-    log: SqliteLog | KafkaLog, slices: list[Slice], identity: dict[str, str], scaling: Extent | None = None
+    log: SqliteLog | KafkaLog, slices: list[Slice], asked: dict[str, str], scaling: Extent | None = None
 ) -> Contents:
     if isinstance(log, KafkaLog):
         namespace = log.settings.namespace
-        return await contents_of(log, slices, namespace=namespace, source="kafka", asked=identity, scaling=scaling)
+        return await contents_of(log, slices, namespace=namespace, source="kafka", asked=asked, scaling=scaling)
     return await contents_of(
         log,
         slices,
         namespace=log.namespace,
         source="log" if log.recording is None else "recording",
-        asked=identity,
+        asked=asked,
         scaling=scaling,
         anonymized=log.recording is not None and log.recording.anonymized,
     )

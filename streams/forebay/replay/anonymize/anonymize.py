@@ -3,8 +3,8 @@
 Theory of operation. A first pass verifies the original. It collects data that a single record does not have: the names
 of the system, the hashes by which snapshots refer to requests, and the requests that exceeded a deadline. Then input
 records and snapshots are rewritten at their offsets. At last the journal is derived again from the rewritten inputs;
-only digests and message texts may differ from the original. The key exists only in memory, so an interrupted copy
-cannot be resumed. Memory holds one or two worlds, and about 150 bytes per request, or 300 if the request has a session.
+only digests and message texts may differ from the original. The key exists only in memory. Memory holds one or two
+worlds, and about 150 bytes per request, or 300 if the request has a session.
 """
 
 import secrets

@@ -3,8 +3,7 @@
 Theory of operation. The user asks for a window, which is a range of journal records. Its decisions follow from a state
 before the window and all events applied since. A slice therefore contains the journal from the newest snapshot before
 the window, or from the log's beginning, to the end of the window, and of each input topic the records that this part
-consumed. All offsets are fixed before the first record is copied. The log may therefore grow during the copy, and an
-interrupted copy can be resumed.
+consumed. All offsets are fixed before the first record is copied, so the log may grow during the copy.
 """
 
 from collections import Counter
@@ -136,7 +135,7 @@ async def contents_of(
 async def copy(
     log: Log, writer: RecordingWriter, progress: OnProgress | None = None, rewrite: Rewrite | None = None
 ) -> None:
-    """Copy the records that a recording still lacks, page by page.
+    """Copy the records of a recording, page by page.
 
     `rewrite` returns the record to store instead of a record of the log. It may change value, key and headers only. The
     journals come last, so that `rewrite` can read the other topics in the recording.

@@ -122,9 +122,7 @@ def read_contents(db: sqlite3.Connection, path: Path) -> Contents:
         raise LogUnusable(f"{path}: is damaged or cut off (it should have {size} bytes); restore a copy")
     contents, complete, checksums = read_tables(db, path)
     if not complete:
-        raise LogUnusable(
-            f"{path}: is a recording that was not finished; run the `forebay record` command that began it again"
-        )
+        raise LogUnusable(f"{path}: is a recording that was not finished; run the `forebay record` command again")
     if None in checksums.values() or content_digest(contents, _known(checksums)) != contents.content:
         raise LogUnusable(f"{path}: its manifest was damaged or edited; restore a copy")
     return contents

@@ -1,6 +1,6 @@
-"""Write a recording to OUT.part page by page, resumably, and rename it to OUT when it is complete.
+"""Write a recording to OUT.part page by page, and rename it to OUT when it is complete.
 
-Each page is a transaction that survives kill -9 but not a power loss. At the end, every record is read back and
+A page is a transaction. At the end, every record is read back and
 verified against its checksum, and then the file is fsynced. An exclusive SQLite lock keeps other processes out of
 OUT.part.
 """
@@ -22,14 +22,10 @@ from forebay.transport.sqlite.recording import PART, UNSEALED, Contents, Extent
 
 
 class RecordingWriter:
-    """Writer of one recording, used from one thread. Always call `close`; an unfinished recording can be resumed.
+    """Writer of one recording, used from one thread. Always call `close`."""
 
-    If it is `complete`, all records are written and verified, and another process may be sealing the file.
-    """
-
-    def __init__(self, db: sqlite3.Connection, out: Path, contents: Contents, *, complete: bool = False) -> None:
+    def __init__(self, db: sqlite3.Connection, out: Path, contents: Contents) -> None:
         self.contents = contents
-        self.complete = complete
         self.log = SqliteLog(db, part_of(out), None, contents.namespace, contents)
         self._db = db
         self._out = out
@@ -40,45 +36,20 @@ class RecordingWriter:
 
     @classmethod
     def create(cls, out: Path, contents: Contents) -> Self:
-        """Begin a recording at `out`. Raises LogUnusable if the file exists or another process writes it."""
-        require_free(out)
-        part = part_of(out)
-        with _explained(part):
-            db = _locked(part)
-            try:
-                if schema.check_format(db, part):
-                    raise LogUnusable(f"{part}: exists already; remove it or choose another path")
-                _initialise(db, contents)
-                return cls(db, out, contents)
-            except BaseException:
-                db.close()
-                raise
+        """Begin a recording at `out`, in place of an unfinished one that no process writes any more.
 
-    @classmethod
-    def resume(cls, out: Path, asked: Mapping[str, str]) -> Self | None:
-        """Resume an unfinished recording at `out` that a command with the options `asked` began, if there is one.
-
-        Raises LogUnusable if a command with other options began it, if `out` exists already, or if another process
-        writes it.
+        Raises LogUnusable if the file exists or another process writes it.
         """
         require_free(out)
         part = part_of(out)
-        if not part.exists():
-            return None
         with _explained(part):
             db = _locked(part)
             try:
                 require_free(out)  # the previous holder of the lock may have finished meanwhile
-                if not schema.check_format(db, part):  # the previous process ended before its first transaction
-                    db.close()
-                    return None
-                if not recording.is_recording(db):
-                    raise LogUnusable(
-                        f"{part}: is a log, expected an unfinished recording; remove it or choose another path"
-                    )
-                contents, complete, _ = recording.read_tables(db, part)
-                _require_same(part, contents.asked, asked)
-                return cls(db, out, contents, complete=complete)
+                if schema.check_format(db, part):
+                    _drop_unfinished(db, part)
+                _initialise(db, contents)
+                return cls(db, out, contents)
             except BaseException:
                 db.close()
                 raise
@@ -127,8 +98,7 @@ class RecordingWriter:
             self.contents = msgspec.structs.replace(
                 self.contents, content=recording.content_digest(self.contents, checksums)
             )
-            if not self.complete:
-                self._mark_complete(checksums)
+            self._mark_complete(checksums)
             self.close()
             recording.seal(part)
             _sync(part)
@@ -171,7 +141,7 @@ def _row(record: Record) -> schema.Row:
 
 
 def _initialise(db: sqlite3.Connection, contents: Contents) -> None:
-    """Write the manifest in one transaction. From then on the recording can be resumed."""
+    """Write the manifest in one transaction."""
     db.execute("BEGIN")
     for statement in recording.TABLES:
         db.execute(statement)
@@ -215,14 +185,16 @@ def _locked(part: Path) -> sqlite3.Connection:
     return db
 
 
-def _require_same(part: Path, begun: Mapping[str, str], asked: Mapping[str, str]) -> None:
-    for name in sorted({*begun, *asked}):
-        before, now = begun.get(name), asked.get(name)
-        if before != now:
-            change = f"{name} {before or 'not given'}, now {now or 'not given'}"
-            raise LogUnusable(
-                f"{part}: was begun by another command ({change}); repeat the first command, or remove the file"
-            )
+def _drop_unfinished(db: sqlite3.Connection, part: Path) -> None:
+    """Empty the file of a recording that its writer left unfinished. Raises LogUnusable for another file."""
+    if not recording.is_recording(db):
+        raise LogUnusable(f"{part}: is a log, expected an unfinished recording; remove it or choose another path")
+    _, is_complete, _ = recording.read_tables(db, part)
+    if is_complete:
+        raise LogUnusable(f"{part}: another process may be renaming it; wait for that one, or remove the file")
+    for (table,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+        db.execute(f'DROP TABLE "{table}"')
+    db.execute("VACUUM")  # so that no dropped record stays in the file
 
 
 @contextmanager
