@@ -26,8 +26,6 @@ from forebay.replay.states import CheckpointStart
 
 DERIVE_S = 0.15  # derivation between two checkpoints, so that a moment is derived well within half a second
 RESTORE_PER_TAKE = 8  # measured: a restore takes 54 ms where the snapshot takes 6 ms, encoding included
-OUTLIER = 4
-ADAPTATION = 0.02  # per record; the usual time doubles within 35 records
 PART_BYTES = 256 << 10  # encoded between two yields to the event loop, in about 2 ms
 
 LOSSES_MAX = 16_384  # of the whole log, about 1 KB each
@@ -46,28 +44,6 @@ CREATE TABLE losses (id INTEGER PRIMARY KEY, journal_offset INTEGER NOT NULL, fa
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[Chunk])
-
-
-class DeriveTime:
-    """Estimates how long a derivation takes on an idle machine, in seconds since the last `reset`.
-
-    A busy machine interrupts some records for much longer than they take. So the time per event of most records is
-    tracked, and a record counts at most `OUTLIER` times as much.
-    """
-
-    def __init__(self) -> None:
-        self.total_s = 0.0
-        self._usual_s = 0.0
-
-    def add(self, elapsed_s: float, events: int) -> None:
-        per_event_s = elapsed_s / (events + 1)
-        if not self._usual_s:
-            self._usual_s = per_event_s
-        self._usual_s *= 1 + ADAPTATION if per_event_s > self._usual_s else 1 - ADAPTATION
-        self.total_s += min(elapsed_s, OUTLIER * self._usual_s * (events + 1))
-
-    def reset(self) -> None:
-        self.total_s = 0.0
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):

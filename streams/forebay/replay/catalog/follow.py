@@ -89,7 +89,7 @@ class Follower:
         self._is_complete = False
         self._losses: list[tuple[int, LossFacts]] = []
         self._spans: list[tuple[int, int]] = []  # arguments of `checkpoints.begin_span`
-        self._derived = checkpoints.DeriveTime()
+        self._derived_s = 0.0  # since the newest checkpoint
         self._observers_s = 0.0
         self._restore_s = 0.0
         self._spacing = 1
@@ -218,8 +218,8 @@ class Follower:
             if step.divergence is not None:
                 raise JournalDiverged(step.divergence)
             # A moment is derived without observers, so their time does not count.
-            elapsed_s, self._observers_s = runtime.monotonic_s() - self._step_began_s - self._observers_s, 0.0
-            self._derived.add(elapsed_s, sum(map(len, step.events.values())))
+            self._derived_s += runtime.monotonic_s() - self._step_began_s - self._observers_s
+            self._observers_s = 0.0
             self._observe(step, reader)
             now_s = runtime.monotonic_s()
             if self._is_checkpoint_due(reader):
@@ -252,7 +252,7 @@ class Follower:
 
     def _is_checkpoint_due(self, reader: JournalReader) -> bool:
         due_s = self._spacing * max(checkpoints.DERIVE_S, self._restore_s)
-        return reader.pending == 0 and self._derived.total_s >= due_s
+        return reader.pending == 0 and self._derived_s >= due_s
 
     async def _take_checkpoint(self, reader: JournalReader) -> None:
         await self._measure_lag(reader)
@@ -261,7 +261,7 @@ class Follower:
         restore_s = checkpoints.RESTORE_PER_TAKE * (runtime.monotonic_s() - started_s)
         self._restore_s = min(restore_s, 1.5 * self._restore_s or restore_s)  # a busy machine may delay one reading
         await self.commit(taken)
-        self._derived.reset()
+        self._derived_s = 0.0
         await self._limit_size(reader)
 
     async def _measure_lag(self, reader: JournalReader) -> None:
@@ -315,7 +315,7 @@ class Follower:
             observer.open(self.store.connection, reader.world)
         self._attach(reader)
         self.observers = observers
-        self._derived.reset()
+        self._derived_s = 0.0
         return reader
 
     def _on_applied(self, topic: str, event: InputEvent | None, now_us: int, decisions: Sequence[AnyDecision]) -> None:
