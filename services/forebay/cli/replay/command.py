@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from forebay.cli.common.options import Argument, Option
+from forebay.cli.common.options import Argument, JsonOption, Option
 from forebay.cli.common.recording import GroupOption, KafkaSource, Recording
 from forebay.cli.common.unverified import allow_option
 from forebay.cli.policies.allowed import AllowPolicyOption
@@ -34,7 +34,7 @@ class ExplainCommand:
     group: GroupOption = ""
     everything: Annotated[bool, Option("--all", help="Show every candidate, not only the cheapest.")] = False
     allow_policy: AllowPolicyOption = None
-    json: Annotated[bool, Option("--json", help="Print one JSON object on stdout.")] = False
+    json: JsonOption = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class DiffCommand:
     end: Annotated[str, Option("--to", metavar="TIME", help="Compare decisions before this time.")] = ""
     allow: Annotated[list[str] | None, allow_option(DIFF_CHECKS)] = None
     allow_policy: AllowPolicyOption = None
-    json: Annotated[bool, Option("--json", help="Print one JSON object on stdout.")] = False
+    json: JsonOption = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,4 +89,4 @@ class VerifyCommand:
     recording: Recording
     allow: Annotated[list[str] | None, allow_option(UNVERIFIED)] = None
     allow_policy: AllowPolicyOption = None
-    json: Annotated[bool, Option("--json", help="Print one JSON object on stdout.")] = False
+    json: JsonOption = False

@@ -1,17 +1,16 @@
 """`forebay replay diff`: compare the recorded history with another configuration or policy."""
 
 import asyncio
-from collections.abc import Sequence, Set
+from collections.abc import Set
 
 import click
 import msgspec
-from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
 
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording
-from forebay.cli.common.tables import in_markup, results
+from forebay.cli.common.tables import in_markup, results, table
 from forebay.cli.common.terminal import own_stdout
 from forebay.cli.common.unverified import DIVERGED, allowed_of, complaint, exit_code
 from forebay.cli.policies.allowed import allowed_policies
@@ -165,14 +164,14 @@ def _fork(console: Console, report: DiffReport) -> None:
 
 
 def _worlds(report: DiffReport) -> Grid:
-    grid = _grid([""], NAMES)
+    grid = table("", ["", *NAMES])
     for row in rows(report):
         grid.add_row(*map(in_markup, row))
     return grid
 
 
 def _ranks(report: DiffReport) -> Grid:
-    grid = _grid(["worker"], ["requests", "in the alternative", "tokens to compute", "in the alternative"])
+    grid = table("", ["worker", "requests", "in the alternative", "tokens to compute", "in the alternative"])
     for rank in report.ranks[:RANKS_SHOWN]:
         one, other = rank.history, rank.alternative
         numbers = (one.requests, other.requests, one.computed_tokens, other.computed_tokens)
@@ -181,21 +180,12 @@ def _ranks(report: DiffReport) -> Grid:
 
 
 def _most(report: DiffReport) -> Grid:
-    grid = _grid(["request", *NAMES], ["prompt blocks", "overlap", "in the alternative", "change"])
-    grid.title, grid.title_justify = "Moved requests with the largest change of overlap", "left"
+    columns = ["request", *NAMES, "prompt blocks", "overlap", "in the alternative", "change"]
+    grid = table("Moved requests with the largest change of overlap", columns, left=1 + len(NAMES))
     for one in report.most[:MOST_SHOWN]:
         places = (f"{one.worker_id}/{one.rank}", f"{one.other_worker_id}/{one.other_rank}")
         numbers = (f"{one.blocks:,}", f"{one.overlap:,}", f"{one.other_overlap:,}", f"{one.gain:+,}")
         grid.add_row(in_markup(one.request_id), *map(in_markup, places), *numbers)
-    return grid
-
-
-def _grid(texts: Sequence[str], numbers: Sequence[str]) -> Grid:
-    grid = Grid(box=box.SIMPLE, padding=(0, 1))
-    for name in texts:
-        grid.add_column(name)
-    for name in numbers:
-        grid.add_column(name, justify="right")
     return grid
 
 

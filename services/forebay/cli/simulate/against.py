@@ -1,7 +1,6 @@
 """`forebay simulate --against`: simulate a recording on its own fleet, and compare the latencies."""
 
 import asyncio
-import json as jsonlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -9,13 +8,11 @@ from functools import partial
 from typing import Any
 
 import click
-from rich import box
-from rich.table import Table
 
 from forebay.analysis.comparison import COUNTS, NAMES, TRANSFER, compared
 from forebay.cli.common.errors import explained
 from forebay.cli.common.recording import Recording
-from forebay.cli.common.tables import in_markup, results
+from forebay.cli.common.tables import in_markup, print_result, results, table
 from forebay.cli.common.terminal import own_stdout
 from forebay.cli.common.unverified import DIVERGED, tell_unverified
 from forebay.cli.policies.allowed import allowed_policies
@@ -69,10 +66,8 @@ def compare_with_recording(
         if isinstance(result, Exception):
             raise result
     above = list(_above(result, bounds))
-    if json:
-        click.echo(jsonlib.dumps({"recording": source.name, **result, "above": above}))
-    else:
-        _show(source.name, history, result)
+    output = {"recording": source.name, **result, "above": above}
+    print_result(output, json, lambda: _show(source.name, history, result))
     for text in above:
         complain(f"--fail-above: {text}")
     tell_unverified(history.unverified)
@@ -130,9 +125,7 @@ def _above(result: Mapping[str, Any], bounds: Mapping[str, float]) -> Iterable[s
 def _show(name: str, history: ObservedHistory, result: Mapping[str, Any]) -> None:
     observed, simulated = result["observed"], result["simulated"]
     console = results()
-    table = Table(title=f"{observed['requests']:,} requests", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("", "observed", "simulated", "error"):
-        table.add_column(column, justify="right" if column else "left")
+    errors = table(f"{observed['requests']:,} requests", ("", "observed", "simulated", "error"))
     for path, error in result["errors"].items():
         latency, _, of = path.partition(".")
         label = f"{NAMES[latency]} {of}, ms" if of else COUNTS.get(path, path.replace("_", " "))
@@ -140,7 +133,7 @@ def _show(name: str, history: ObservedHistory, result: Mapping[str, Any]) -> Non
         unit = "%" if of or path in COUNTS else "points"
         off = "none observed" if error is None else f"{error:+.2f} {unit}"
         values = [f"{metric_at(side, path):{width}}" for side in (observed, simulated)]
-        table.add_row(label, *values, off)
+        errors.add_row(label, *values, off)
     seconds = (history.end_us - history.begin_us) / 1e6
     lines = [
         ("recording", f"{name}: {result['requests']:,} requests in {seconds:,.1f} s, {result['workers']} worker ranks")
@@ -154,7 +147,7 @@ def _show(name: str, history: ObservedHistory, result: Mapping[str, Any]) -> Non
         rate = f"{bandwidth:.4g} GB/s" if bandwidth else "unlimited bandwidth"
         text = f"{transfer['kv_transfer_latency_us']:,} us latency and {rate}"
         lines += [("transfers", f"{text}, {transfer['kv_bytes_per_token']:,} bytes per token")]
-    console.print(table)
+    console.print(errors)
     for title, text in (*lines, *(("note", note) for note in result["notes"])):
         if text:
             console.print(f"{title:<12}{in_markup(text)}")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from forebay.cli.common.options import Argument, Option
+from forebay.cli.common.options import Argument, JsonOption, Option
 from forebay.cli.common.recording import GroupOption
 from forebay.cli.policies.allowed import AllowPolicyOption
 from forebay.cli.simulate.options import (
@@ -12,7 +12,6 @@ from forebay.cli.simulate.options import (
     AgainstOptions,
     AttainOption,
     FleetOptions,
-    JsonOption,
     OptionalWorkloadArgument,
     PoliciesOption,
     ShapeOptions,

@@ -75,7 +75,6 @@ AttainOption = Annotated[
     float | None,
     Option(min=0.0, max=1.0, help="Required SLO attainment, as a share of requests; exit 1 if it is missed."),
 ]
-JsonOption = Annotated[bool, Option("--json", help="Print one JSON object on stdout.")]
 
 
 @dataclass(frozen=True, slots=True)

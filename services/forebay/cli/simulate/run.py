@@ -1,6 +1,5 @@
 """`forebay simulate`: simulate one workload under several policies, in virtual time."""
 
-import json as jsonlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from rich.table import Table
 from forebay.analysis.runs import Job, SimulationRun, simulate_run
 from forebay.cli.common.errors import BROKEN, explained, fail
 from forebay.cli.common.survey import print_survey, survey_lines
-from forebay.cli.common.tables import in_markup, results, table
+from forebay.cli.common.tables import in_markup, print_result, results, table
 from forebay.cli.common.terminal import printable
 from forebay.cli.planner.planner_file import PlannerFile, read_planner_file
 from forebay.cli.simulate.command import SimulateCommand
@@ -84,10 +83,7 @@ def run_simulate(options: SimulateCommand) -> None:
     runs = _run_jobs(plan, whole=options.report is not None)
     took_s = time.monotonic() - began_s
     result = _result(plan, runs)
-    if options.json:
-        click.echo(jsonlib.dumps(result))
-    else:
-        _show(plan, result)
+    print_result(result, options.json, lambda: _show(plan, result))
     print_survey(plan.survey)
     for note in _unreached_faults(plan.settings, runs):
         complain(note)

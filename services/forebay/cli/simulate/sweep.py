@@ -1,6 +1,5 @@
 """`forebay sweep`: simulate one workload on every combination of settings, and mark the Pareto-optimal runs."""
 
-import json as jsonlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from forebay.analysis.runs import Job, capacity_metrics, simulate_metrics
 from forebay.cli.common.errors import explained
 from forebay.cli.common.options import CliOption, Number, parameters_of
 from forebay.cli.common.survey import print_survey
-from forebay.cli.common.tables import in_markup, results, table
+from forebay.cli.common.tables import in_markup, print_result, results, table
 from forebay.cli.common.terminal import printable
 from forebay.cli.simulate.command import SweepCommand
 from forebay.cli.simulate.options import (
@@ -246,10 +245,7 @@ def run_sweep(options: SweepCommand) -> None:
         "notes": survey.notes,
         "settings": {**base, "slo": to_json(objectives_slo), "attain": options.attain},
     }
-    if options.json:
-        click.echo(jsonlib.dumps(result))
-    else:
-        show(name, result)
+    print_result(result, options.json, lambda: show(name, result))
     print_survey(survey)
     for failed in dead:
         complain(f"{failed['name']}: {failed['error']}")

@@ -1,6 +1,5 @@
 """`forebay workload show` and `convert`: statistics of a workload, and conversion to forebay's own format."""
 
-import json as jsonlib
 from array import array
 from collections.abc import Iterable
 from itertools import takewhile
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.survey import print_survey
-from forebay.cli.common.tables import bar, in_markup, results
+from forebay.cli.common.tables import bar, in_markup, print_result, results, table
 from forebay.cli.simulate.command import WorkloadConvertCommand, WorkloadShowCommand
 from forebay.cli.simulate.options import workload_options
 from forebay.simulate.outcome import percentiles
@@ -36,11 +35,9 @@ def run_show(options: WorkloadShowCommand) -> None:
         survey = workload.survey()
         found = workload_statistics(_watched(workload, survey.requests, "read"), workload.block_tokens)
     print_survey(survey)
-    if options.json:
-        output = {"name": workload.name, "block_tokens": workload.block_tokens, **msgspec.to_builtins(found)}
-        click.echo(jsonlib.dumps({**output, "skipped": survey.skipped}))
-    else:
-        _show(workload.name, found)
+    output = {"name": workload.name, "block_tokens": workload.block_tokens, **msgspec.to_builtins(found)}
+    output["skipped"] = survey.skipped
+    print_result(output, options.json, lambda: _show(workload.name, found))
 
 
 def run_convert(options: WorkloadConvertCommand) -> None:
@@ -84,17 +81,15 @@ def _source(name: str, options: WorkloadOptions) -> str:
 def _show(name: str, found: "WorkloadStatistics") -> None:
     reuse = found.ideal_reuse
     bound = "" if reuse.whole else " (lower bound: too many distinct blocks to remember)"
-    table = Table(title=in_markup(name), box=SIMPLE, show_header=False, title_justify="left")
-    table.add_row("requests", f"{found.requests}, {found.requests - found.own_times} of them dependent on responses")
-    table.add_row("duration", f"{found.duration_s:.1f} s{' if responses were instant' if found.delay_s else ''}")
-    table.add_row("rate", f"{found.rate_per_s:.3f}/s")
-    table.add_row("ideal reuse", f"{reuse.tokens:.4f} of tokens{bound}")
-    table.add_row("blocks", f"{reuse.distinct_blocks} distinct")
+    facts = Table(title=in_markup(name), box=SIMPLE, show_header=False, title_justify="left")
+    facts.add_row("requests", f"{found.requests}, {found.requests - found.own_times} of them dependent on responses")
+    facts.add_row("duration", f"{found.duration_s:.1f} s{' if responses were instant' if found.delay_s else ''}")
+    facts.add_row("rate", f"{found.rate_per_s:.3f}/s")
+    facts.add_row("ideal reuse", f"{reuse.tokens:.4f} of tokens{bound}")
+    facts.add_row("blocks", f"{reuse.distinct_blocks} distinct")
 
-    results().print(table)
-    lengths = Table(box=SIMPLE)
-    for column in ("", *SHOWN):
-        lengths.add_column(column, justify="right" if column else "left")
+    results().print(facts)
+    lengths = table("", ("", *SHOWN))
     for spread_of in SPREADS:
         if values := getattr(found, spread_of):
             lengths.add_row(spread_of, *(f"{values[one]:,.1f}".removesuffix(".0") for one in SHOWN))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from forebay.cli.common.credentials import ClientKeyOption
-from forebay.cli.common.options import Argument, Option
+from forebay.cli.common.options import Argument, JsonOption, Option
 
 URL = "http://127.0.0.1:8000"
 CONCURRENCY_MAX = 4_000  # a system that falls behind delays the trace instead of exhausting sockets
@@ -38,4 +38,4 @@ class TraceCommand:
     skip_bad_rows: Annotated[
         bool, Option("--skip-bad-rows", help="Skip and count unusable rows instead of failing.")
     ] = False
-    json: Annotated[bool, Option("--json", help="Print one JSON object on stdout.")] = False
+    json: JsonOption = False

@@ -1,7 +1,6 @@
 """One run of `forebay trace`, and its results on the terminal."""
 
 import asyncio
-import json as jsonlib
 import statistics
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,7 @@ import uvloop
 from forebay.cli.common.credentials import client_headers
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.survey import print_survey
-from forebay.cli.common.tables import counting_bar, results, table
+from forebay.cli.common.tables import counting_bar, print_result, results, table
 from forebay.cli.trace.client import NoSystem, TraceOutcome, play
 from forebay.cli.trace.command import URL, TraceCommand
 from forebay.processes.notices import complain
@@ -42,10 +41,7 @@ def run_trace(command: TraceCommand) -> None:
             fail(str(error))
     print_survey(survey)
     summary = summarise(outcome, survey.requests, concurrency_max)
-    if command.json:
-        click.echo(jsonlib.dumps(summary))
-    else:
-        _show(summary)
+    print_result(summary, command.json, lambda: _show(summary))
     for warning in summary["warnings"]:
         complain(f"warning: {warning}")
     if outcome.interrupted:
