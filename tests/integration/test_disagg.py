@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 
 from forebay.events.decisions import RequestRouted
 from forebay.events.topics import DECISIONS, REQUESTS
-from tests.harness.cluster import Cluster
+from tests.harness.cluster import GROUP, Cluster
 from tests.harness.mock_words import Words
 from tests.integration.conftest import MakeCluster
 from tests.integration.stream_clients import StreamClients, StreamResult, problems, prompt
@@ -82,6 +83,38 @@ async def until_streaming(cluster: Cluster, results: Sequence[StreamResult], nam
 async def until_begun(cluster: Cluster, streams: Sequence[StreamResult]) -> None:
     begun = lambda: sum(bool(one.text) for one in streams)  # noqa: E731
     await cluster.until("streams have begun", begun, lambda count: count >= len(streams) // 2)
+
+
+async def test_disagg_decode_workers_prefill_without_prefill_workers(
+    cluster: Cluster, clients: StreamClients, words: Words
+) -> None:
+    results = submit(clients, STREAMS, SHORT)
+    await clients.all()
+    check_responses(words, results, SHORT)
+    places = [(one.stage, one.prefill and one.prefill.reason) for one in await routings(cluster, results)]
+    assert places == [("aggregated", "no_prefill_worker")] * STREAMS
+
+
+async def test_disagg_enforcement_without_prefill_workers_is_not_ready(cluster: Cluster) -> None:
+    (url,) = cluster.urls.values()
+    async with httpx.AsyncClient(timeout=PATIENCE_S, headers=cluster.admin_headers) as client:
+        for enforce, status in ((True, 503), (False, 200)):
+            response = await client.post(f"{url}/disaggregation", json={"model": GROUP, "enforce": enforce})
+            assert response.json()["enforce"] is enforce
+            is_reached = lambda answer, status=status: answer.status_code == status  # noqa: E731
+            await cluster.until(f"readiness is {status}", lambda: client.get(f"{url}/ready"), is_reached)
+
+
+async def test_disagg_a_worker_with_another_block_size_is_rejected(cluster: Cluster) -> None:
+    worker(cluster, "p9", "--kv-bytes-per-token", "128")
+    owner = await cluster.owner()
+    message = (
+        "worker p9 was rejected: its KV block layout is uint8, 8192 bytes, 1 layer, nixl connector, "
+        "but the layout of d1 in the pool decode is uint8, 16384 bytes, 1 layer, nixl connector"
+    )
+    await cluster.until("p9 is refused", cluster.processes[owner].output, lambda output: message in output)
+    assert set(await cluster.members()) == set(DECODE)
+    await cluster.stop("p9")
 
 
 async def test_disagg_workers_change_roles_and_are_killed_under_load(
