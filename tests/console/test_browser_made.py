@@ -4,6 +4,7 @@ Without Chromium these tests are skipped with the reason, or fail if FOREBAY_REQ
 """
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +15,10 @@ from playwright.sync_api import Browser, Dialog, Page, expect
 from forebay.cli.common.terminal import printable
 from forebay.events.codec import encode
 from forebay.events.topics import SCALING
+from forebay.ingress.model import DEFAULT_MODEL
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.scaling_log import a_day
+from tests.cli.up import running as running_up
 from tests.console.pages import ConsoleProcess, cells, console_on, go, page_of, read
 from tests.core.worlds import PROMPTS, Driver, request
 from tests.harness.browser import Opened
@@ -136,3 +139,17 @@ def test_an_empty_log_shows_how_to_begin(tmp_path: Path, browser: Browser) -> No
         }.items():
             go(found.page, f"/{view}")
             expect(found.page.get_by_role("main")).to_contain_text(text)
+
+
+def test_a_request_of_another_model_is_explained_without_its_records(tmp_path: Path, browser: Browser) -> None:
+    """The console reads the records of one group, so a link to those of another would show a wrong record."""
+    models = [tmp_path / name for name in ("alpha", "beta")]
+    for model in models:
+        shutil.copytree(DEFAULT_MODEL, model)
+    log = tmp_path / "run.db"
+    with running_up(*(f"--model={model}" for model in models), "--log", str(log)) as up:
+        found = up.client().completions.create(model="beta", prompt="Which model?", max_tokens=2).id
+    with console_on(log, "--group", "alpha") as console, page_of(console.url, browser) as opened:
+        go(opened.page, f"/requests/by-id?id={found}")
+        expect(opened.page.get_by_role("main")).to_contain_text("prompt tokens for beta")
+        expect(opened.page.locator(".record-link:visible")).to_have_count(0)

@@ -103,7 +103,8 @@ class Reader:
             others = await partitions_of(self._log) - {self._settings.partition}
             if not others:
                 raise
-            return await explain_among(self._log, others, message.request_id, custom=self._custom)
+            changes, custom = message.with_changes, self._custom
+            return await explain_among(self._log, others, message.request_id, with_changes=changes, custom=custom)
 
     async def _record(self, message: ReadRecord) -> dict[str, Any]:
         if message.topic not in TOPICS:

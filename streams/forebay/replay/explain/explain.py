@@ -106,6 +106,7 @@ async def explain_among(
     request_id: str,
     *,
     thorough: bool = True,
+    with_changes: bool = False,
     progress: OnProgress | None = None,
     custom: CustomPolicies = ONLY_BUILT_IN,
 ) -> Explanation:
@@ -118,7 +119,16 @@ async def explain_among(
     for partition in partitions:
         try:
             await require_allowed(log, partition, custom)
-            found.append(await explain(log, partition, request_id, thorough=thorough, progress=progress, custom=custom))
+            one = await explain(
+                log,
+                partition,
+                request_id,
+                thorough=thorough,
+                with_changes=with_changes,
+                progress=progress,
+                custom=custom,
+            )
+            found.append(one)
         except (UnknownRequest, LogError) as error:
             errors.append(error)
     if not found:

@@ -82,7 +82,10 @@ export class View {
         this.#showMissing(id, error.message);
         return;
       }
-      this.#row = await this.#readRow(this.#explanation.submitted?.offset ?? this.#number, signal);
+      const { submitted } = this.#explanation;
+      const isOfOtherModel = submitted && submitted.model !== this.#context.info.group;
+      put(this.element, "data-other-model", isOfOtherModel ? "true" : null); // the console has no records of its group
+      this.#row = isOfOtherModel ? null : await this.#readRow(submitted?.offset ?? this.#number, signal);
     }
     const shown = `${moment.atUs} ${isDone ? "" : state().end_us}`;
     if (this.#explanation && shown !== this.#shownFor) {
