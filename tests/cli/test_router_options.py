@@ -219,7 +219,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs/router-config.md").read_text
 
 
 def block(language: str) -> str:
-    found = re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    found = re.search(rf"```{language}[^\n]*\n(.*?)```", PAGE, re.DOTALL)
     assert found is not None
     return found[1]
 

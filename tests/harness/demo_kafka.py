@@ -85,7 +85,7 @@ def write_trace(path: Path, seed: int) -> None:
             block = blocks[-1] + 1
             at_ms = begin_ms + turn * SECONDS * 500 / TURNS + rng.uniform(0, 500)
             answer = rng.randint(*ANSWER_TOKENS)
-            row = {"timestamp": at_ms, "input_length": tokens, "output_length": answer, "hash_ids": list(blocks)}
+            row = {"timestamp": round(at_ms), "input_length": tokens, "output_length": answer, "hash_ids": list(blocks)}
             made.append((at_ms, row))
             tokens += answer
     made.sort(key=lambda one: one[0])

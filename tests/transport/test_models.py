@@ -284,7 +284,7 @@ async def test_cards_that_workers_use_are_kept(log: SqliteLog, several: ModelSto
 async def test_nothing_is_removed_while_a_group_has_no_owner(
     log: SqliteLog, several: ModelStore, monkeypatch: pytest.MonkeyPatch, card: str | None
 ) -> None:
-    monkeypatch.setattr("forebay.transport.models.HEARTBEATS_S", 0.2 if card is None else 60.0)
+    monkeypatch.setattr("forebay.transport.heartbeats.HEARTBEATS_S", 0.2 if card is None else 60.0)
     owners = {"a": STORED_CARDS[0].digest()} if card is None else {"a": STORED_CARDS[0].digest(), "b": card}
     async with beating(log, **owners):
         with pytest.raises(UseUnknown, match="no router owns b now, so it is unknown which model cards"):
