@@ -13,7 +13,7 @@ certificates.leave_out()
 # Collecting tests creates a million objects that stay. Garbage collection would visit them again and again, which takes
 # almost half of the CPU time of collecting.
 gc.disable()
-LONGEST = "test_hash_seeds.py"
+LONGEST = ("test_hash_seeds.py", "test_pages.py")
 
 # A shell starts background jobs with SIGINT ignored. Commands would inherit that, and no test could interrupt them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -22,11 +22,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.hookimpl(trylast=True)  # Hypothesis marks its tests in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Extend the timeout of Hypothesis tests, and run the longest file first.
+    """Extend the timeout of Hypothesis tests, and run the longest files first.
 
     Hypothesis reports a timeout in an example as flaky. A long file at the end would keep one process busy alone.
     """
-    items.sort(key=lambda item: item.path.name != LONGEST)  # stable sort
+    items.sort(key=lambda item: item.path.name not in LONGEST)  # stable sort
     timeout = pytest.mark.timeout(depth.TIMEOUT_S[depth.profile()])
     for item in items:
         has_own = item.get_closest_marker("timeout") and depth.profile() != "explore"

@@ -159,10 +159,10 @@ async def test_cards_that_no_worker_uses_are_removed(cluster: Cluster, client: h
     assert await model(cluster, "alias", "prod", GROUP) == 0
     newest = next(iter(cards))[:8]
     for name, message in (
-        (OTHER, f"workers of {OTHER} use the card"),
+        (OTHER, f"{OTHER} has workers: "),
         (GROUP, f"the alias prod names {GROUP}; move it or remove it first"),
         (newest, f"is the newest card of {cards[next(iter(cards))]}; `forebay model remove"),
-        ("other", f"unknown model 'other'; models are: {GROUP}, {OTHER}; `forebay model list` shows the digests"),
+        ("other", f"unknown model 'other'; models are: {GROUP}, {OTHER}, {THIRD}; `forebay model list` shows"),
     ):
         code = await model(cluster, "remove", name)
         error = (cluster.processes.folder / "model.log").read_text()
