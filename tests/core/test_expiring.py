@@ -310,6 +310,17 @@ def test_the_lowest_free_partition() -> None:
     assert folded(("a", 0), ("b", 1)).lowest_free(2) is None
 
 
+def test_a_group_without_a_partition_is_refused_until_one_is_freed() -> None:
+    groups = folded(("a", 0), ("b", 1))
+    refusal = groups.refusal("c", 2)
+    assert refusal is not None and "belong to other models: a, b;" in refusal
+    assert groups.refusal("a", 2) is None, "it has a partition"
+    groups.remove("unknown")
+    groups.remove("a")
+    assert groups.refusal("c", 2) is None
+    assert groups.lowest_free(2) == 0
+
+
 # The parts of a time to first token
 
 
