@@ -33,7 +33,17 @@ from forebay.events.progress import (
     RequestFinished,
     RequestProgress,
 )
-from forebay.events.request_ids import aliases_of, choice_ids, client_id_of, http_request_id, kafka_api_request_id
+from forebay.events.request_ids import (
+    RequestLocation,
+    aliases_of,
+    choice_ids,
+    client_id_of,
+    http_request_id,
+    kafka_api_request_id,
+    parse_public_id,
+    part_id,
+    public_id,
+)
 from forebay.events.topics import INPUTS
 from forebay.events.transfer import Prefilled
 from forebay.events.versions import EVENTS_VERSION, may_write
@@ -150,7 +160,15 @@ HTTP, KAFKA = http_request_id("order-7", 0xABC), kafka_api_request_id("order-7")
 
 
 def test_the_id_of_the_client_is_part_of_the_unique_id() -> None:
-    assert (HTTP, KAFKA) == ("order-7~000000000abc", "order-7~kafka")
+    assert (HTTP, KAFKA) == ("order-7~0000000000000abc", "order-7~kafka")
+
+
+def test_a_public_id_contains_the_location_of_its_request() -> None:
+    public = public_id(part_id(HTTP, 1), RequestLocation(3, 0x1F4))
+    assert public == "order-7~0000000000000abc-1~3.1f4"
+    assert parse_public_id(public) == (part_id(HTTP, 1), RequestLocation(3, 0x1F4))
+    assert parse_public_id(HTTP) == (HTTP, None)
+    assert client_id_of(public) == "order-7"
 
 
 @pytest.mark.parametrize("whole", [HTTP, KAFKA])

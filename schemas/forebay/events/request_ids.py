@@ -5,15 +5,41 @@ the log each request needs an id of its own. So the ingress appends `SEPARATOR` 
 client, or to a random id if the client chose none. Ids of Kafka API requests are unique among themselves. They get
 `SEPARATOR` and `KAFKA_API`, so that no HTTP client can choose an id that is on the log.
 
+The id in a response of HTTP, the public id, is the id on the log, `SEPARATOR`, and the location of the request on the
+topic `requests`. So any ingress finds the request. Nobody can guess it from another id, because of the random number.
+
 A request of a client with several choices, prompts or inputs is several requests on the log, its parts. Their ids are
 the id of the whole request and a position.
 """
 
+import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 SEPARATOR = "~"  # not allowed in ids of clients, and needs no escape in a URL or a shell
 KAFKA_API = "kafka"  # never equal to a number, because a `k` is not a hexadecimal digit
-NUMBER_BYTES = 6  # random; an owner remembers few requests with one client id at a time, so a collision is unlikely
+NUMBER_BYTES = 8  # random, so that a client cannot guess the id of another request
+PUBLIC_ID = re.compile(rf"(.+){SEPARATOR}([0-9a-f]{{1,8}})\.([0-9a-f]{{1,16}})")
+
+
+class RequestLocation(NamedTuple):
+    """Location of a request on the topic `requests`."""
+
+    partition: int
+    offset: int
+
+
+def public_id(request_id: str, location: RequestLocation) -> str:
+    """Return the id of a request on the log and its location as one id, for clients."""
+    return f"{request_id}{SEPARATOR}{location.partition:x}.{location.offset:x}"
+
+
+def parse_public_id(given: str) -> tuple[str, RequestLocation | None]:
+    """Return the id on the log and the location that a public id contains; None if `given` has no location."""
+    found = PUBLIC_ID.fullmatch(given)
+    if found is None:
+        return given, None
+    return found[1], RequestLocation(int(found[2], 16), int(found[3], 16))
 
 
 def http_request_id(client_id: str, number: int) -> str:

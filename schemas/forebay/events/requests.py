@@ -24,6 +24,7 @@ from forebay.events.privacy import (
     WORKER,
     ZEROED,
 )
+from forebay.events.rendering import Rendering
 
 TIMEOUT_US_MAX = 86_400_000_000  # one day; no client waits longer
 
@@ -205,6 +206,8 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
             deadline ends the wait.
         kv_pin_s: seconds for which the worker keeps the KV of the prompt in its host memory and on its disk; 0 to keep
             it until it is evicted.
+        rendering: how the output becomes the response of the client; null for a part of a response other than the
+            first, and for a request whose ingress was older.
     """
 
     request_id: Annotated[Name, REQUEST_ID]
@@ -228,6 +231,7 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
     ingress_incarnation: Annotated[str, INGRESS] = ""
     patient: bool = False
     kv_pin_s: PinSeconds = 0
+    rendering: Rendering | None = None
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)
