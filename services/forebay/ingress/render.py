@@ -1,58 +1,16 @@
 """Encode OpenAI's response objects as JSON. The constant parts of stream chunks are encoded once per response."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from forebay.events.decisions import ScoredCandidate
-from forebay.events.tokens import PrefilledBy, RouteResponse, Usage
+from forebay.events.tokens import RouteResponse, Usage
+from forebay.ingress.formatter import ServingInfo
 from forebay.ingress.parsers.deltas import DecodedLogprob, OutputDelta, ToolCallDelta
 
 _encode = msgspec.json.encode
-
-
-@dataclass(frozen=True, slots=True)
-class ServingInfo:
-    """The workers that served a request, for the extension `forebay` of the response.
-
-    Attributes:
-        attempts: number of attempts to serve the request, including the successful one.
-        prefilled: the worker that computed the prompt; None if `worker` computed it itself.
-    """
-
-    request_id: str
-    worker: str
-    rank: int
-    attempts: int
-    prefilled: PrefilledBy | None = None
-
-    def worker_id(self) -> dict[str, Any]:
-        """Return workers and ranks in the format of Dynamo's extension `nvext`."""
-        prefilled = self.prefilled
-        return {
-            "prefill_worker_id": self.worker if prefilled is None else prefilled.worker_id,
-            "prefill_dp_rank": self.rank if prefilled is None else prefilled.rank,
-            "decode_worker_id": self.worker,
-            "decode_dp_rank": self.rank,
-        }
-
-    def plain(self) -> dict[str, Any]:
-        plain: dict[str, Any] = {
-            "request_id": self.request_id,
-            "worker": self.worker,
-            "rank": self.rank,
-            "attempts": self.attempts,
-        }
-        if (prefilled := self.prefilled) is not None:
-            plain["prefill"] = {
-                "worker": prefilled.worker_id,
-                "rank": prefilled.rank,
-                "transferred_bytes": prefilled.transferred_bytes,
-                "transfer_ms": prefilled.transfer_us / 1e3,
-            }
-        return plain
 
 
 class ResponseFormatter:

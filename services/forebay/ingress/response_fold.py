@@ -14,11 +14,12 @@ from forebay.core.state.reply_slot import ResponseState
 from forebay.events.request_ids import choice_ids, client_id_of, part_id
 from forebay.events.tokens import TokenLogprob, Usage
 from forebay.ingress.errors import RETRY_AFTER_S, RETRY_STATUSES, ApiError
+from forebay.ingress.formatter import ServingInfo
 from forebay.ingress.openai.embeddings import EmbeddingBody, embeddings
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.parsers.composer import Composer
 from forebay.ingress.parsers.deltas import EMPTY_DELTA, OutputDelta, merge_deltas
-from forebay.ingress.render import ResponseFormatter, ServingInfo, with_usage
+from forebay.ingress.render import ResponseFormatter, with_usage
 
 
 class ResponseFold(ABC):
