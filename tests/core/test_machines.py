@@ -54,7 +54,7 @@ from forebay.events.progress import (
     RequestProgress,
     TransferFailed,
 )
-from forebay.events.requests import RequestSubmitted, RoutingHints
+from forebay.events.requests import RequestCancelled, RequestResumed, RequestSubmitted, RoutingHints
 from forebay.events.snapshots import WorkerState
 from tests.core.worlds import ENCODED, PROMPTS, Driver, ids_of, joined, pool, prefilled_by, request
 
@@ -489,6 +489,48 @@ def test_a_lost_ingress_takes_its_requests_with_it_and_no_others() -> None:
     assert made[0].message == "the ingress i of the request was lost: its lease ran out"
     assert [one.submitted.request_id for one in drive.world.requests.active()] == ["r2", "by-kafka", "older"]
     assert [one.ingress_id for one in drive.world.fleet.ingresses()] == ["j"]
+
+
+def resume(drive: Driver, name: str, incarnation: str) -> None:
+    assert drive("requests", RequestResumed(request_id=name, ingress_incarnation=incarnation)) == []
+
+
+def test_a_resumed_request_waits_for_its_new_ingress_only() -> None:
+    drive = Driver().fleet("a", "b")
+    for name, incarnation in (("i", "one"), ("j", "two")):
+        drive("fleet", ingress_joined(name, incarnation))
+    for name, incarnation in (("r", "one"), ("stays", "one"), ("outlives", "")):
+        drive("requests", request(name, ingress_incarnation=incarnation))
+    before = drive.world.digest()
+    resume(drive, "r", "two")
+    resumed = drive.active()
+    assert (resumed.submitted.ingress, drive.copy().active().submitted.ingress) == ("two", "two")
+    resume(drive, "outlives", "two")
+    resume(drive, "unknown", "two")
+    assert (drive.active("outlives").submitted.ingress, drive.world.counts["resumed_without_effect"]) == ("", 2)
+    assert drive("requests", RequestCancelled(request_id="r", ingress_incarnation="one")) == []
+    assert drive.world.counts["foreign_cancellation"] == 1
+    assert [one.request_id for one in drive("fleet", ingress_lost())] == ["stays"]
+    assert [one.request_id for one in drive("fleet", ingress_lost("j", "two"))] == ["r"]
+    assert before != drive.world.digest()
+
+
+@pytest.mark.parametrize(("waits", "by"), [("one", "one"), ("one", ""), ("", "one"), ("", "")])
+def test_an_ingress_cancels_its_requests_and_those_that_outlive_theirs(waits: str, by: str) -> None:
+    drive = Driver().fleet("a")
+    drive("requests", request("r", ingress_incarnation=waits))
+    (aborted,) = drive("requests", RequestCancelled(request_id="r", ingress_incarnation=by))
+    assert (type(aborted), aborted.reason) == (RequestAborted, "cancelled")
+
+
+def test_an_owner_that_cannot_read_resumptions_ignores_them() -> None:
+    drive = Driver().fleet("a")
+    claim(drive.world, 1, events_version=RequestResumed.SINCE - 1)
+    drive("requests", request("r", ingress_incarnation="one"))
+    resume(drive, "r", "two")
+    assert drive.active().submitted.ingress == "one"
+    (aborted,) = drive("requests", RequestCancelled(request_id="r", ingress_incarnation="two"))
+    assert isinstance(aborted, RequestAborted)
 
 
 def test_aborting_orphans_frees_room_for_queued_requests() -> None:

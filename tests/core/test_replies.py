@@ -15,6 +15,7 @@ from forebay.events.tokens import (
     CommandResponse,
     Embedded,
     PrefilledBy,
+    RequestLocated,
     ResponseEnded,
     ResponseError,
     RouteResponse,
@@ -124,6 +125,16 @@ def test_a_response_ends_with_an_error() -> None:
     error = ResponseError(status=503, code="no_workers", message="none")
     refused = ResponseEnded(request_id=NAME, attempt=0, owner_epoch=0, finish_reason="error", error=error, group=GROUP)
     assert folded(refused, emitted(0, [10])).ended is refused
+
+
+def test_a_repeated_request_is_located_once() -> None:
+    located = RequestLocated(request_id=NAME, partition=2, offset=7, owner_epoch=1, group=GROUP, reply_key=5)
+    reply = ResponseState(5)
+    assert apply({NAME: reply}, msgspec.structs.replace(located, reply_key=6), GROUP) == []
+    assert (apply({NAME: reply}, located, GROUP), reply.located) == ([reply], located)
+    again = msgspec.structs.replace(located, owner_epoch=9)
+    assert (apply({NAME: reply}, again, GROUP), reply.located) == ([], located)
+    assert folded(ended(), msgspec.structs.replace(located, reply_key=0)).located is None
 
 
 def test_a_response_with_a_gap_never_ends() -> None:

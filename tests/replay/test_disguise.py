@@ -50,6 +50,9 @@ KEPT = {
     ("KvLayout", "dtype"),
     ("*", "connector"),
     ("Prefilled", "model"),
+    ("Rendering", "card"),
+    ("Rendering", "tool_parser"),
+    ("Rendering", "reasoning_parser"),
     ("RequestState", "encoder_id"),
     ("RequestState", "prefiller_id"),
     ("RequestState", "decoder_id"),
@@ -75,7 +78,7 @@ FREE_TEXTS = (  # like `reason`, but free text
     "IngressLost",
     "RequestCancelled",
 )
-HASHES = {"parent_hash", "nonce", "content", "seed"}
+HASHES = {"parent_hash", "nonce", "content", "seed", "idempotency_key", "body_hash"}
 TOKENS = {"token_id", "stop_token_ids"}  # token ids chosen by a client
 WITHHELD = {"token_ids", "content", "descriptor"}  # packed, with a different length
 NO_HASHES = {"due_us"}  # packed times

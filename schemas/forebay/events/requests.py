@@ -12,6 +12,7 @@ from forebay.events.numbers import Milliseconds, PinSeconds, Weight, require_num
 from forebay.events.privacy import (
     DROPPED,
     HASHES,
+    IDEMPOTENCY_KEY,
     INGRESS,
     LORA,
     MODEL,
@@ -27,6 +28,9 @@ from forebay.events.privacy import (
 from forebay.events.rendering import Rendering
 
 TIMEOUT_US_MAX = 86_400_000_000  # one day; no client waits longer
+# Time in which a client may read its response again after its connection or its ingress was lost. Then its request is
+# cancelled or aborted. Clients of SSE reconnect after about 3 s by default, and a longer time wastes more output.
+RESUME_GRACE_S = 5.0
 
 
 Task = Literal["generate", "embed"]
@@ -208,6 +212,9 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
             it until it is evicted.
         rendering: how the output becomes the response of the client; null for a part of a response other than the
             first, and for a request whose ingress was older.
+        idempotency_key: hash of the client's key; 0 for none. While the owner knows the key from an earlier request, it
+            does not run the request, but locates the earlier one for its client (`RequestRepeated`).
+        body_hash: hash of the client's request, to recognise a key that was reused with another body; 0 without a key.
     """
 
     request_id: Annotated[Name, REQUEST_ID]
@@ -232,6 +239,8 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
     patient: bool = False
     kv_pin_s: PinSeconds = 0
     rendering: Rendering | None = None
+    idempotency_key: Annotated[U64, IDEMPOTENCY_KEY] = 0
+    body_hash: Annotated[U64, ZEROED] = 0
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)
@@ -250,14 +259,36 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
 
 
 class RequestCancelled(Event, tag="request.cancelled", frozen=True, kw_only=True):
-    """The client disconnected or cancelled the request, so nobody needs the response.
+    """The client disconnected or cancelled the request, so nobody needs further output.
 
     Attributes:
         reason: who cancelled the request, or how.
+        ingress_incarnation: incarnation of the ingress that cancels the request; empty for a cancellation that does not
+            depend on the ingress. If the request waits for another ingress now, the event has no effect.
+        is_complete: whether the client has its complete response, for example because of a stop string. The idempotency
+            key of the request then stays known.
     """
 
     request_id: Annotated[Name, REQUEST_ID]
     reason: Annotated[str, DROPPED] = "client disconnected"
+    at_us: int = 0
+    ingress_incarnation: Annotated[str, INGRESS] = ""
+    is_complete: bool = False
+
+
+class RequestResumed(Event, tag="request.resumed", frozen=True, kw_only=True):
+    """The client of a request reads its response at another ingress from now on.
+
+    The event has no effect if the request has ended, or outlives its ingress.
+
+    Attributes:
+        ingress_incarnation: incarnation of the ingress whose client waits now; empty if it has no lease.
+    """
+
+    SINCE = 2
+
+    request_id: Annotated[Name, REQUEST_ID]
+    ingress_incarnation: Annotated[str, INGRESS] = ""
     at_us: int = 0
 
 
@@ -288,4 +319,4 @@ class RouteQueried(Event, tag="request.route_queried", frozen=True, kw_only=True
         return reply_key_of(self.tie_seed)
 
 
-RequestEvent = RequestSubmitted | RequestCancelled | RouteQueried
+RequestEvent = RequestSubmitted | RequestCancelled | RequestResumed | RouteQueried

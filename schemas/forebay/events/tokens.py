@@ -177,6 +177,25 @@ class ResponseEnded(Event, tag="tokens.response_ended", frozen=True, kw_only=Tru
     filtered: bool = False
 
 
+class RequestLocated(Event, tag="tokens.request_located", frozen=True, kw_only=True):
+    """The owner did not run a request, because an earlier request has the same idempotency key.
+
+    The response of the earlier request is the response of this request. No other event of this response follows.
+
+    Attributes:
+        request_id: id of the request that was not run.
+        partition: partition of the earlier request on the topic `requests`.
+        offset: offset of the earlier request.
+    """
+
+    request_id: Name
+    partition: Count
+    offset: Count
+    owner_epoch: Count
+    group: str = ""
+    reply_key: Count = 0
+
+
 class RouteResponse(Event, tag="tokens.route_told", frozen=True, kw_only=True):
     """Response to a `RouteQueried`: the worker rank that the owner would select now, or an error.
 
@@ -223,4 +242,6 @@ class CommandResponse(Event, tag="tokens.command_told", frozen=True, kw_only=Tru
     reply_key: Count = 0
 
 
-TokenEvent = TokensEmitted | Embedded | AttemptStarted | ResponseEnded | RouteResponse | CommandResponse
+TokenEvent = (
+    TokensEmitted | Embedded | AttemptStarted | ResponseEnded | RequestLocated | RouteResponse | CommandResponse
+)

@@ -66,7 +66,7 @@ from forebay.events.progress import (
     StageEnd,
     TransferFailed,
 )
-from forebay.events.requests import RequestCancelled, RequestEvent, RequestSubmitted, RouteQueried
+from forebay.events.requests import RequestCancelled, RequestEvent, RequestResumed, RequestSubmitted, RouteQueried
 from forebay.events.versions import may_write
 
 __all__ = [
@@ -171,9 +171,13 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[AnyDeci
         case LoadReported():
             _report(world, event)
         case RequestCancelled():
+            return _cancel(world, event)
+        case RequestResumed():
             request = world.requests.get(event.request_id)
-            if request is not None:
-                return [abort(world, request, "cancelled", event.reason)]
+            if request is not None and request.submitted.ingress:
+                world.requests.resume(request, event.ingress_incarnation)
+            else:
+                world.counts["resumed_without_effect"] += 1
         case RouteQueried():
             return [query(world, event)]
         case WorkerJoined() | WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost():
@@ -189,6 +193,17 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[AnyDeci
             # Busy thresholds do not apply to accepted requests.
             world.replan(() if isinstance(event, BusyThresholdsSet) else world.requests.waiting())
     return []
+
+
+def _cancel(world: World, event: RequestCancelled) -> list[AnyDecision]:
+    request = world.requests.get(event.request_id)
+    if request is None:
+        return []
+    by, waits = event.ingress_incarnation, request.submitted.ingress
+    if by and waits and by != waits and may_write(RequestResumed, world.owner_events):
+        world.counts["foreign_cancellation"] += 1  # the client reads the response at another ingress
+        return []
+    return [abort(world, request, "cancelled", event.reason)]
 
 
 def advance(world: World) -> Advanced:

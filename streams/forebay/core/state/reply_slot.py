@@ -16,6 +16,7 @@ from forebay.events.tokens import (
     CommandResponse,
     Embedded,
     PrefilledBy,
+    RequestLocated,
     ResponseEnded,
     RouteResponse,
     TokenChunk,
@@ -37,6 +38,7 @@ class ResponseState:
         prefilled: worker that computed the prompt; None if the worker that generated the first token did.
         foreign: number of events with another key, which had no effect.
         ended: valid end of the response; None if it has not ended. Later records have no effect.
+        located: the earlier request whose response is also the response of this request; None if the request is run.
         text_only: whether valid tokens were computed from text.
         gap: whether tokens after `next_index` are missing. If so, no record can be applied.
     """
@@ -48,6 +50,7 @@ class ResponseState:
         "foreign",
         "gap",
         "key",
+        "located",
         "logprobs",
         "next_index",
         "prefilled",
@@ -70,6 +73,7 @@ class ResponseState:
         self.rank = 0
         self.prefilled: PrefilledBy | None = None
         self.ended: ResponseEnded | None = None
+        self.located: RequestLocated | None = None
         self.gap = False
         self.text_only = False
         self._valid_from = (0, -1)
@@ -128,6 +132,13 @@ class ResponseState:
         self.ended = event
         return True
 
+    def locate(self, event: RequestLocated) -> bool:
+        """Set the earlier request, unless it is known. Return whether it was set."""
+        if self.located is not None or self.ended is not None:
+            return False
+        self.located = event
+        return True
+
 
 R = TypeVar("R", bound=ResponseState)
 
@@ -147,14 +158,20 @@ def apply(replies: Mapping[str, R], event: TokenEvent, group: str) -> list[R]:
                 if reply is not None and reply.has_key(chunk.reply_key) and reply.push(event, chunk):
                     changed.append(reply)
             return changed
-        case ResponseEnded() | Embedded() | AttemptStarted():
+        case ResponseEnded() | Embedded() | AttemptStarted() | RequestLocated():
             reply = replies.get(event.request_id)
             if reply is None or not reply.has_key(event.reply_key):
                 return []
-            if isinstance(event, AttemptStarted):
-                reply.start(event.attempt, event.owner_epoch)
-                return []
-            changes = reply.end(event) if isinstance(event, ResponseEnded) else reply.embed(event)
+            match event:
+                case AttemptStarted():
+                    reply.start(event.attempt, event.owner_epoch)
+                    return []
+                case ResponseEnded():
+                    changes = reply.end(event)
+                case Embedded():
+                    changes = reply.embed(event)
+                case RequestLocated():
+                    changes = reply.locate(event)
             return [reply] if changes else []
         case RouteResponse() | CommandResponse():
             return []  # these complete a query or a command, not a request

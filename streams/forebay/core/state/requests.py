@@ -7,7 +7,7 @@ nothing. When a request ends, only hashes of its id and content are kept, for as
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from typing import Any, assert_never
 
@@ -133,6 +133,12 @@ class ActiveRequests:
         self._before_response[request.submitted.pool] -= counts
         self._before_response[pool] += counts
         request.submitted = in_pool(request.submitted, pool)
+        request.identity_hash = request.submitted.identity_hash()
+        self._sum_up(request)
+
+    def resume(self, request: ActiveRequest, ingress: str) -> None:
+        """Let a request wait for another incarnation of an ingress."""
+        request.submitted = replace(request.submitted, ingress=ingress)
         request.identity_hash = request.submitted.identity_hash()
         self._sum_up(request)
 

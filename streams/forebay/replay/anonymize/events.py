@@ -67,6 +67,8 @@ class EventAnonymizer:
             "content": self._content,
             "contents": partial(_map_packed, self._content),
             "nonce": self._nonce,
+            "idempotency_key": self._idempotency_key,
+            "idempotency_keys": partial(_map_packed, self._idempotency_key),
             "session_keys": partial(_map_packed, lambda key: self._sessions.get(key) or self.number("session", key)),
             "hash": self._parent_hash,
             "hashes": partial(_map_packed, partial(self.number, "blocks")),
@@ -158,6 +160,9 @@ class EventAnonymizer:
     def _nonce(self, nonce: int) -> int:
         """Return the masked nonce of a command, which fits a `Count`."""
         return self.number("content", nonce) >> 1
+
+    def _idempotency_key(self, key: int) -> int:
+        return self.number("key", key) if key else 0
 
     def _parent_hash(self, parent: int) -> int:
         """Return a masked hash, or -1 for a number that is no hash."""
