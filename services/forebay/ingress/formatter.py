@@ -23,11 +23,12 @@ class SseEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServingInfo:
-    """The workers that served a request, for the extension `forebay` of the response.
+    """How a request was served: by which workers, for the extension `forebay` of the response, and until what.
 
     Attributes:
         attempts: number of attempts to serve the request, including the successful one.
         prefilled: the worker that computed the prompt; None if `worker` computed it itself.
+        stop: stop string of the request that ended the output; empty if none did.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class ServingInfo:
     rank: int
     attempts: int
     prefilled: PrefilledBy | None = None
+    stop: str = ""
 
     def worker_id(self) -> dict[str, Any]:
         """Return workers and ranks in the format of Dynamo's extension `nvext`."""

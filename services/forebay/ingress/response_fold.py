@@ -156,7 +156,7 @@ class CompletionFold(ResponseFold):
         self.output_tokens += len(token_ids)
         if token_ids:
             delta = choice.composer.push(token_ids, logprobs)
-            if choice.composer.stopped:
+            if choice.composer.stop:
                 return self._close(state, index, delta, "stop")
         if ended is not None and ended.error is None:
             assert ended.usage is not None, "a response ends with its usage or an error"
@@ -189,7 +189,7 @@ class CompletionFold(ResponseFold):
         self.is_over = not self._missing
         formatter, reason = choice.formatter, choice.composer.reason(reason)
         served = choice.served = ServingInfo(
-            self.ids[index], state.worker_id, state.rank, state.attempt, state.prefilled
+            self.ids[index], state.worker_id, state.rank, state.attempt, state.prefilled, choice.composer.stop
         )
         objects = self._add(choice, delta)
         usage = self._usage()

@@ -46,26 +46,29 @@ class OutputPlan:
 
 
 class TextAssembler:
-    """Detokenizes one response until a stop string is found. Text that may begin a stop string is buffered."""
+    """Detokenizes one response until a stop string is found. Text that may begin a stop string is buffered.
 
-    __slots__ = ("_decoder", "_held", "_stops", "stopped")
+    `stop` is the stop string that was found, empty before that.
+    """
+
+    __slots__ = ("_decoder", "_held", "_stops", "stop")
 
     def __init__(self, decoder: Decoder, stops: Sequence[str]) -> None:
         self._decoder = decoder
         self._stops = stops
         self._held = ""
-        self.stopped = False
+        self.stop = ""
 
     def push(self, token_ids: list[int]) -> str:
         text = self._decoder.push(token_ids)
         if not self._stops:
             return text
         text = self._held + text
-        cuts = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        cuts = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if cuts:
-            self.stopped = True
+            cut, self.stop = min(cuts)
             self._held = ""
-            return text[: min(cuts)]
+            return text[:cut]
         output, self._held = min(split_at_overlap(text, stop) for stop in self._stops)
         return output
 
@@ -80,9 +83,11 @@ class Composer:
     Args:
         parser: splits the text into reasoning, content and tool calls; None to emit all text as content.
         logprobs: bytes of the model's tokens, and number of alternatives per output token; None reports none.
+
+    `stop` is the stop string that ended the response, empty if none has.
     """
 
-    __slots__ = ("_arguments", "_echo", "_logprobs", "_parser", "_text", "stopped")
+    __slots__ = ("_arguments", "_echo", "_logprobs", "_parser", "_text", "stop")
 
     def __init__(
         self,
@@ -96,7 +101,7 @@ class Composer:
         self._logprobs = logprobs
         self._echo = echo
         self._arguments: dict[int, list[str]] = {}  # parts of the arguments of each tool call, by its index
-        self.stopped = False
+        self.stop = ""
 
     def push(self, token_ids: list[int], logprobs: Sequence[TokenLogprob] = ()) -> OutputDelta:
         """Return the delta of the next output tokens. Text that could begin a stop string or a tag is kept back.
@@ -108,13 +113,13 @@ class Composer:
             text = self._text.push(token_ids)
         else:
             text, decoded = self._push_with_logprobs(token_ids, logprobs)
-        self.stopped = self._text.stopped
+        self.stop = self._text.stop
         if self._echo:
             text, self._echo = self._echo + text, ""
         if self._parser is None:
             return OutputDelta(text, logprobs=decoded)
         delta = self._parser.push(text, token_ids)
-        if self.stopped:
+        if self.stop:
             delta = merge_deltas([delta, self._parser.finish()])
         return self._record_calls(delta, decoded)
 
@@ -140,7 +145,7 @@ class Composer:
 
     def _is_complete(self, arguments: str) -> bool:
         if not arguments:  # some parsers of vLLM emit nothing for a call without arguments
-            return not self.stopped
+            return not self.stop
         try:
             msgspec.json.decode(arguments, type=msgspec.Raw)
         except (msgspec.MsgspecError, RecursionError):
@@ -159,6 +164,6 @@ class Composer:
             texts.append(self._text.push([token_id]))
             top = tuple(DecodedLogprob(names[one.token_id], max(one.logprob, LOGPROB_MIN)) for one in known.top[:count])
             decoded.append(DecodedLogprob(names[token_id], max(known.logprob, LOGPROB_MIN), top))
-            if self._text.stopped:
+            if self._text.stop:
                 break
         return "".join(texts), tuple(decoded)
