@@ -5,13 +5,14 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from forebay.events.request_ids import choice_ids
-from forebay.ingress.errors import invalid
+from forebay.ingress.bodies import AnyBody
+from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.group import GroupClient
 from forebay.ingress.media.tokens import MediaRef
 from forebay.ingress.model import Model
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.nvext import RoutingHeaders, routing_headers
-from forebay.ingress.openai.requests import AnyBody, ChatBody, TextBody
+from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.parsers.selection import ParserFactory
 from forebay.ingress.prepare import PreparedRequest, Preparer, Target, TokenizedPrompt
 from forebay.ingress.response_fold import CompletionFold, EmbeddingFold, ResponseFold
@@ -42,8 +43,21 @@ class LoadedModel:
 
         Raises ApiError if the request is invalid or cannot be served.
         """
-        steps = self._preparer
         lora_name = await self.group.adapters.resolve(name or body.model)
+        try:
+            return await self._prepare(body.completion, headers, lora_name, is_patient=is_patient)
+        except ApiError as error:
+            raise body.renamed(error) from None
+
+    async def _prepare(
+        self,
+        body: ChatBody | TextBody | EmbeddingBody,
+        headers: Iterable[tuple[str, str]],
+        lora_name: str,
+        *,
+        is_patient: bool,
+    ) -> list[PreparedRequest]:
+        steps = self._preparer
         if isinstance(body, EmbeddingBody):
             body.require_dimensions(self.model)
         routing = steps.routing(body.nvext, self._routing_headers(headers))

@@ -13,6 +13,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forebay.events.names import unknown_name
+from forebay.ingress.bodies import EMBEDDING_PATH, KINDS, AnyBody
 from forebay.ingress.drain import DrainMiddleware
 from forebay.ingress.errors import ApiError
 from forebay.ingress.explainer import Explainer
@@ -26,7 +27,7 @@ from forebay.ingress.http.queries import BODIES as TOKENIZATION_BODIES
 from forebay.ingress.http.queries import StatusOf, add_explain, add_route_query, add_status, add_tokenization
 from forebay.ingress.http.requests import RunRoutes, error_response
 from forebay.ingress.openai.embeddings import EmbeddingBody
-from forebay.ingress.openai.requests import CHAT_PATH, EMBEDDING_PATH, TEXT_PATH, AnyBody, ChatBody, TextBody
+from forebay.ingress.openai.requests import CHAT_PATH, TEXT_PATH, ChatBody, TextBody
 from forebay.ingress.served_models import ServedModels
 from forebay.replay.status import GroupStatus
 from forebay.transport.base import LogError
@@ -62,7 +63,7 @@ def build_app(
     if settings.admin_token:
         add_admin(app, models)
     admin = ADMIN_BODIES if settings.admin_token else ()
-    bodies = (ChatBody, TextBody, EmbeddingBody, *TOKENIZATION_BODIES, *admin)
+    bodies = (*KINDS.values(), *TOKENIZATION_BODIES, *admin)
     describe(app, bodies, (GroupStatus,), has_key=bool(settings.api_keys))
     return app
 

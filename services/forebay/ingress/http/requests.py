@@ -14,13 +14,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forebay import runtime
 from forebay.ingress.access_log import add_fields
+from forebay.ingress.bodies import KINDS, AnyBody
 from forebay.ingress.errors import ApiError, internal_error
 from forebay.ingress.front import Front
 from forebay.ingress.http.body import BodyReader, request_id_of
 from forebay.ingress.http.queries import respond_to_query
 from forebay.ingress.http.response import OneResponse, PartsResponse
 from forebay.ingress.openai.embeddings import EmbeddingBody
-from forebay.ingress.openai.requests import KINDS, AnyBody
 from forebay.ingress.served_models import ServedModels
 from forebay.transport.base import LogError
 

@@ -9,10 +9,11 @@ from xxhash import xxh3_64_intdigest
 
 from forebay.events.names import unknown_name
 from forebay.events.topics import OPENAI_RESPONSES, topic_named
+from forebay.ingress.bodies import KINDS, AnyBody
 from forebay.ingress.body_limits import BOM, BodyLimits
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.openai.fields import parse
-from forebay.ingress.openai.requests import CHAT_PATH, KINDS, REQUEST_ID, AnyBody
+from forebay.ingress.openai.requests import CHAT_PATH, REQUEST_ID
 from forebay.transport.base import Record
 
 TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")  # valid names in Kafka

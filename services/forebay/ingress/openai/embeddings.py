@@ -6,7 +6,7 @@ Source: OpenAI API reference, embeddings. `dimensions` truncates and renormalise
 import base64
 from array import array
 from math import sqrt
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from pydantic import Field, model_validator
@@ -73,6 +73,11 @@ class EmbeddingBody(RoutedBody):
     def _check(self) -> "EmbeddingBody":
         if self.nvext is not None and (self.nvext.annotations or self.nvext.extra_fields):
             raise invalid("nvext: embeddings have no annotations and no extra fields", "nvext", "unsupported_parameter")
+        return self
+
+    @property
+    def completion(self) -> Self:
+        """The body from which the request is prepared."""
         return self
 
     @property

@@ -233,6 +233,10 @@ class RoutedBody(CheckedBody):
         """Whether the request is a route query: it returns the worker that would be selected, and generates nothing."""
         return self.nvext is not None and bool(self.nvext.annotations)
 
+    def renamed(self, error: ApiError) -> ApiError:
+        """Return an error that was raised while `completion` was prepared, with the names of fields of this body."""
+        return error
+
     @property
     def kv_pin_s(self) -> int:
         """Seconds for which the KV of the prompt is pinned; 0 if the client pins nothing."""

@@ -6,7 +6,7 @@ Source: OpenAI API reference, chat completions and completions; `cache_salt` and
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -15,7 +15,6 @@ from forebay.events.requests import StructuredOutput
 from forebay.ingress.body_limits import MESSAGES_MAX
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.media.tokens import MediaRef
-from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, describe_non_empty, reject_extra, requires
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, WORKER_ID, RoutedBody
 from forebay.ingress.openai.sampling import JsonObject, SamplingFields, TokenIds, listed
@@ -23,7 +22,6 @@ from forebay.ingress.openai.tools import CallId, ToolCall, ToolChoice, Tools, To
 
 CHAT_PATH = "/v1/chat/completions"
 TEXT_PATH = "/v1/completions"
-EMBEDDING_PATH = "/v1/embeddings"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 STOP_STRINGS_MAX = 4
@@ -189,6 +187,11 @@ class CompletionBody(RoutedBody, SamplingFields):
         return self
 
     @property
+    def completion(self) -> Self:
+        """The body from which the request is prepared."""
+        return self
+
+    @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
@@ -325,11 +328,6 @@ class TextBody(CompletionBody):
     @property
     def logprobs_wanted(self) -> int | None:
         return self.logprobs
-
-
-AnyBody = ChatBody | TextBody | EmbeddingBody
-# Class of the body of each path whose requests workers run.
-KINDS: dict[str, type[AnyBody]] = {CHAT_PATH: ChatBody, TEXT_PATH: TextBody, EMBEDDING_PATH: EmbeddingBody}
 
 
 def adapter_of(name: str, served: str, adapters: Sequence[str]) -> str:

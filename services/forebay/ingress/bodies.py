@@ -1,0 +1,9 @@
+"""The bodies of the requests that workers run, by path. Each one has a `completion` from which it is prepared."""
+
+from forebay.ingress.openai.embeddings import EmbeddingBody
+from forebay.ingress.openai.requests import CHAT_PATH, TEXT_PATH, ChatBody, TextBody
+
+EMBEDDING_PATH = "/v1/embeddings"
+
+AnyBody = ChatBody | TextBody | EmbeddingBody
+KINDS: dict[str, type[AnyBody]] = {CHAT_PATH: ChatBody, TEXT_PATH: TextBody, EMBEDDING_PATH: EmbeddingBody}
