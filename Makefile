@@ -1,5 +1,5 @@
 # Every target works on a bare machine. `make setup` builds .venv from hashed requirements. `make setup-engines` builds
-# .venv-engines, in which vLLM runs without a GPU.
+# .venv-engines, in which vLLM runs without a GPU. `make setup-clients` builds .venv-clients with official API clients.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -16,6 +16,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 VENV_ENGINES := .venv-engines
 READY_ENGINES := $(VENV_ENGINES)/.ready
+VENV_CLIENTS := .venv-clients
+READY_CLIENTS := $(VENV_CLIENTS)/.ready
+DENO := DENO_DIR=.tools/deno DENO_NO_UPDATE_CHECK=1 $(BIN)/deno
 UV := $$(command -v uv || echo .tools/bin/uv)
 COMPILE := pip compile --quiet --upgrade --generate-hashes --universal --no-emit-index-url --python-version 3.11
 # tensorrt-llm on PyPI only fetches wheels from an index of NVIDIA.
@@ -28,10 +31,10 @@ JOBS ?= $(shell expr $$(nproc) + 1)
 PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 # These need Kafka and Redis, or vLLM. Each process of pytest starts its own broker and Redis.
 REAL = --numprocesses 2 --dist loadfile
-UNLESS_REAL := --ignore tests/integration --ignore tests/engines
+UNLESS_REAL := --ignore tests/integration --ignore tests/engines --ignore tests/clients
 
-.PHONY: help setup setup-engines up test test-all explore fuzz fuzz-bugs test-kafka test-engines kafka kafka-stop demo-kafka demo-upgrade demo-disagg demo-scaling demo-tiers demo-console lint type fmt mutations coverage bench \
-    schemas golden report-picture console-pictures lock lock-engines resolve ci clean
+.PHONY: help setup setup-engines setup-clients up test test-all explore fuzz fuzz-bugs test-kafka test-engines test-clients kafka kafka-stop demo-kafka demo-upgrade demo-disagg demo-scaling demo-tiers demo-console lint type fmt mutations coverage bench \
+    schemas golden report-picture console-pictures lock lock-engines lock-clients resolve ci clean
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -41,6 +44,9 @@ setup: $(READY) ## build .venv from the hashed requirements
 
 setup-engines: $(READY_ENGINES) ## build .venv-engines: vLLM on the CPU, torch, transformers (Linux x86-64)
 	@echo 'ready: $(VENV_ENGINES)'
+
+setup-clients: $(READY_CLIENTS) ## build .venv-clients: official clients of the APIs, for Python and Node
+	@echo 'ready: $(VENV_CLIENTS)'
 
 up: $(READY) ## serve in one process with `forebay up`; options in ARGS="..."
 	@$(BIN)/forebay up $(ARGS)
@@ -67,6 +73,9 @@ test-kafka: $(READY) ## run the tests on real Kafka and Redis (Java 17, Maven); 
 
 test-engines: $(READY_ENGINES) ## run the tests on real vLLM, Kafka and Redis; options in ARGS="..."
 	@$(VENV_ENGINES)/bin/pytest $(REAL) tests/engines $(ARGS)
+
+test-clients: $(READY_CLIENTS) ## run the tests with official clients of the APIs; options in ARGS="..."
+	@$(VENV_CLIENTS)/bin/pytest --confcutdir tests/clients tests/clients $(ARGS)
 
 kafka: $(READY) ## start Apache Kafka on the loopback address (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/python infra/kafka/kafka.py start $(ARGS)
@@ -98,7 +107,7 @@ lint: $(READY) ## check style, import layers, spelling and the types of the cons
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/typos
 	@$(BIN)/python -m tests.harness.console_types
-	@DENO_DIR=.tools/deno DENO_NO_UPDATE_CHECK=1 $(BIN)/deno check --quiet --no-remote --no-npm --config tests/console/types/deno.jsonc services/forebay/console/static/js/app.js
+	@$(DENO) check --quiet --no-remote --no-npm --config tests/console/types/deno.jsonc services/forebay/console/static/js/app.js
 
 type: $(READY) ## check types with mypy --strict
 	@$(BIN)/mypy $(SOURCES) infra tests
@@ -135,13 +144,17 @@ console-pictures: $(READY) ## take the pictures of the console in docs/images (C
 cookbook: $(READY) ## run the commands of docs/cookbook.md and update their output
 	@$(BIN)/python -m tests.cli.pages
 
-lock: $(READY) lock-engines ## update all locked requirements, with hashes
+lock: $(READY) lock-engines lock-clients ## update all locked requirements, with hashes
 	@$(UV) $(COMPILE) --extra router --extra kubernetes --extra planner --group dev pyproject.toml -o requirements/base.txt
 	@$(UV) $(COMPILE) requirements/nixl.in --override requirements/nixl-overrides.txt -o requirements/nixl.txt
 
 lock-engines: $(READY) ## update the locked requirements of .venv-engines, with hashes
 	@$(UV) $(COMPILE) --extra router --group build --group test pyproject.toml requirements/engines.in \
 	    --override requirements/engines-overrides.txt -o requirements/engines.txt
+
+lock-clients: $(READY) ## update the locked requirements of .venv-clients and the packages of deno.json, with hashes
+	@$(UV) $(COMPILE) requirements/clients.in -o requirements/clients.txt
+	@cd tests/clients && DENO_DIR=../../.tools/deno ../../$(BIN)/deno outdated --quiet --update --latest
 
 resolve: $(READY) ## check that every extra can be installed, except tensorrt-llm (package index)
 	@failed=0; extras=$$($(BIN)/python -c 'import tomllib; \
@@ -157,7 +170,7 @@ ci: ## run all CI checks
 	@.ci/run
 
 clean: ## remove everything that make targets built
-	@rm -rf $(VENV) $(VENV_ENGINES) .tools .kafka/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz .import_linter_cache .coverage htmlcov dist
+	@rm -rf $(VENV) $(VENV_ENGINES) $(VENV_CLIENTS) .tools .kafka/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz .import_linter_cache .coverage htmlcov dist
 	@find $(SOURCES) infra tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): requirements/base.txt requirements/nixl.txt pyproject.toml
@@ -187,4 +200,11 @@ $(READY_ENGINES): $(READY) requirements/engines.txt pyproject.toml tests/harness
 	@[ -x $(VENV_ENGINES)/bin/python ] || $(UV) venv --quiet --python $(BIN)/python $(VENV_ENGINES)
 	@$(UV) pip sync --quiet --require-hashes --compile-bytecode --python $(VENV_ENGINES)/bin/python requirements/engines.txt
 	@$(UV) pip install --quiet --no-build-isolation --no-deps --python $(VENV_ENGINES)/bin/python --editable .
+	@touch $@
+
+$(READY_CLIENTS): $(READY) requirements/clients.txt tests/clients/deno.json tests/clients/deno.lock
+	@echo 'setup-clients: building $(VENV_CLIENTS), once'
+	@[ -x $(VENV_CLIENTS)/bin/python ] || $(UV) venv --quiet --python $(BIN)/python $(VENV_CLIENTS)
+	@$(UV) pip sync --quiet --require-hashes --compile-bytecode --python $(VENV_CLIENTS)/bin/python requirements/clients.txt
+	@$(DENO) install --quiet --frozen --config tests/clients/deno.json
 	@touch $@
