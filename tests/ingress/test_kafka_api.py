@@ -78,7 +78,7 @@ def test_headers_set_the_request_id_and_the_reply_topic(
     "topic",
     [
         *(f"{NAMESPACE}.{one.name}" for one in FIXED_TOPICS if one is not OPENAI_RESPONSES),
-        *("requests", f"{NAMESPACE}.answers", f"{NAMESPACE}2.requests", f"{NAMESPACE}2.replies.a", "replies.a"),
+        *("requests", f"{NAMESPACE}2.requests", f"{NAMESPACE}2.replies.a", "replies.a"),
         *(f"{NAMESPACE}.work.default", "__consumer_offsets", "no topic", "x" * 250),
     ],
 )
@@ -88,10 +88,10 @@ def test_a_reply_topic_that_matches_no_pattern_is_rejected(topic: str) -> None:
 
 
 def test_patterns_replace_the_default_one() -> None:
-    allowed = ReplyTopics(NAMESPACE, ["team-?.answers", "lab.*"])
-    for topic in ("team-a.answers", "lab.x", "lab.y.z"):
+    allowed = ReplyTopics(NAMESPACE, ["team-?.results", "lab.*"])
+    for topic in ("team-a.results", "lab.x", "lab.y.z"):
         assert address(record(reply_topic=topic), allowed).reply_topic == topic
-    for topic in ("team-ab.answers", "Lab.x", f"{NAMESPACE}.replies.a"):
+    for topic in ("team-ab.results", "Lab.x", f"{NAMESPACE}.replies.a"):
         assert address(record(reply_topic=topic), allowed).problem is not None
 
 

@@ -13,11 +13,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from forebay import runtime
+from forebay.events.answers import RETENTION_S
 from forebay.events.codec import decode, encode
 from forebay.events.decisions import SnapshotRecord, SnapshotTaken
 from forebay.events.snapshots import IndexCursor, SnapshotChunk
 from forebay.events.tokens import TokenChunk, TokensEmitted
-from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, INPUTS, REQUESTS, SNAPSHOTS, TOKENS
+from forebay.events.topics import ANSWERS, CONTROL, DECISIONS, FLEET, GROUPS, INPUTS, REQUESTS, SNAPSHOTS, TOKENS
 from forebay.journal.groups import groups_of
 from forebay.journal.records import Validity, journal, last_append_us
 from forebay.journal.snapshots import load_snapshot, newest_snapshot
@@ -415,6 +416,25 @@ async def test_only_records_older_than_the_age_limit_are_deleted(path: Path) -> 
             await retention.enforce()
             assert log.starts() == first, "the age is checked at intervals"
     await verified(path)
+
+
+async def test_answers_are_kept_for_their_own_time(path: Path) -> None:
+    """They are removed earlier only if the log is too large without its other old records."""
+    async with owned(path) as (log, owner):
+        await log.append([Draft(ANSWERS.name, number, b"answer") for number in (0, 1)])
+        await owner.take_snapshot()
+        used, _ = log.bytes_used()
+        await Retention(log, owner, 0, RetentionLimits(size_bytes=used * 3 // 4, age_s=3_600.0)).enforce()
+        assert await log.begin(DECISIONS.name, 0) > 0
+        starts = dict(log.starts())
+        assert not {place for place in starts if place[0] == ANSWERS.name}
+        with runtime.use(FakeRuntime(wall_shift_s=RETENTION_S + 1)):
+            await Retention(log, owner, 0, RetentionLimits(size_bytes=1 << 40)).enforce()
+        assert log.starts() == {**starts, (ANSWERS.name, 0): 1, (ANSWERS.name, 1): 1}
+        await log.append([Draft(ANSWERS.name, 0, b"answer")])
+        await owner.take_snapshot()
+        await Retention(log, owner, 0, SMALL).enforce()
+        assert await log.begin(ANSWERS.name, 0) == 2
 
 
 async def test_the_responses_of_requests_of_other_groups_are_kept(path: Path) -> None:

@@ -8,6 +8,7 @@ from types import UnionType
 from typing import Literal
 
 from forebay.events import (
+    answers,
     control,
     decisions,
     fleet,
@@ -75,6 +76,13 @@ MODELS = Topic(
     "two: 0 for cards and aliases, 1 for content",
     "model cards, with tokenizers and chat templates, and aliases of models",
 )
+ANSWERS = Topic(
+    "answers",
+    "msgpack",
+    answers.AnswerEvent,
+    "two: 0 for the index, 1 for content",
+    "finished responses that outlive their connection, until their retention ends",
+)
 DEAD_LETTERS = Topic("dead-letters", "raw", None, "group", "records that did not decode or were rejected, unchanged")
 
 
@@ -89,7 +97,8 @@ def work_topic(pool: str) -> Topic:
 
 FIXED_TOPICS = (
     OPENAI_REQUESTS, OPENAI_RESPONSES, GROUPS, REQUESTS, KV_EVENTS, METRICS, PROGRESS, FLEET, CONTROL, DECISIONS,
-    TOKENS, SNAPSHOTS, SHADOW, HEARTBEATS, SCALING, MODELS, DEAD_LETTERS,
+    TOKENS, SNAPSHOTS, SHADOW, HEARTBEATS, SCALING, MODELS, ANSWERS,
+    DEAD_LETTERS,
 )  # fmt: skip
 
 

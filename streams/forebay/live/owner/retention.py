@@ -2,7 +2,8 @@
 
 Theory of operation. Retention reads a snapshot back. If the snapshot is complete, the log may begin with it, so the log
 always holds a verified state and all records after it. `groups`, `control` and `models` are kept whole. The prompts and
-responses of requests in flight are kept, because a worker that takes over a request reads them again.
+responses of requests in flight are kept, because a worker that takes over a request reads them again. `answers` has a
+retention of its own, and becomes shorter only if the log is too large without the other records.
 
 Deletions are transactions of a few records on the event loop, with pauses between them, so a decision waits for at most
 one such transaction. Each group of a log has a retention, which also deletes from topics that all groups share.
@@ -18,10 +19,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from forebay import runtime
+from forebay.events.answers import RETENTION_S
 from forebay.events.decisions import SnapshotRecord
 from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import WorldState
-from forebay.events.topics import CONTROL, DECISIONS, GROUPS, INPUTS, MODELS, REQUESTS, SNAPSHOTS, TOKENS
+from forebay.events.topics import ANSWERS, CONTROL, DECISIONS, GROUPS, INPUTS, MODELS, REQUESTS, SNAPSHOTS, TOKENS
 from forebay.journal.records import decode_journal, decode_or_none
 from forebay.journal.snapshots import check_snapshot_beside, newest_snapshot
 from forebay.live.owner.owner import Owner
@@ -42,7 +44,7 @@ SCAN_RECORDS = 64  # journal records per read while searching for a snapshot
 SUBMISSIONS_MAX = 64  # read the submissions of the oldest requests in flight, whose responses begin first
 GROWTH = 1.5  # a log over its limit grows by this factor before another early snapshot is requested
 SNAPSHOT_TAGS = (b'"snapshot.taken"', b'"sealed"')
-KEPT = (GROUPS.name, CONTROL.name, MODELS.name)
+KEPT = (GROUPS.name, CONTROL.name, MODELS.name, ANSWERS.name)  # without regard to snapshots
 
 
 class RetentionLimits(msgspec.Struct, frozen=True):
@@ -91,9 +93,11 @@ class Retention:
                 if not await self._trim_to_next():
                     self._request_snapshot()
                     break
-            if self.limits.age_s is not None and runtime.monotonic_s() - self._age_checked_s >= AGE_CHECK_S:
+            if runtime.monotonic_s() - self._age_checked_s >= AGE_CHECK_S:
                 self._age_checked_s = runtime.monotonic_s()
-                while await self._trim_to_next(runtime.wall_us() - int(self.limits.age_s * 1e6)):
+                await self._trim_answers(runtime.wall_us() - RETENTION_S * 1_000_000)
+                age_s = self.limits.age_s
+                while age_s is not None and await self._trim_to_next(runtime.wall_us() - int(age_s * 1e6)):
                     pass
         except LogError as error:
             if self._log.failure is not None:
@@ -134,6 +138,8 @@ class Retention:
         already = sum(self.trimmed.values())
         for (topic, partition), floor in floors.items():
             await self._trim(topic, partition, floor)
+        if self._is_over_size():
+            await self._trim_answers(sealed.at_us)
         self._next = None
         self._kept_bytes, _ = self._log.bytes_used()
         deleted = sum(self.trimmed.values()) - already
@@ -222,6 +228,11 @@ class Retention:
             (record,) = await self._log.read(topic, partition, middle, 1)
             low, high = (middle + 1, high) if record.at_us < at_us else (low, middle)
         return low
+
+    async def _trim_answers(self, before_us: int) -> None:
+        for topic, partition, end in self._log.topics():
+            if topic == ANSWERS.name:
+                await self._trim(topic, partition, await self._offset_at(topic, partition, end, before_us))
 
     async def _trim(self, topic: str, partition: int, floor: int) -> None:
         waits = 0

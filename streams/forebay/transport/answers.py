@@ -1,0 +1,244 @@
+"""Store, load and delete finished responses on the topic `answers`.
+
+Theory of operation. Every ingress follows the index and remembers the offset of the newest index record per response,
+in 16 bytes. Content is read only when a client wants it. The content is appended before its index record, so every
+response in the index can be loaded. Two ingresses may store the same response at the same time. Both copies are
+complete and equal, and the newer index record counts.
+
+A deletion is an index record of its own, which stays for as long as an answer would. So an ingress that starts later
+does not serve the response from the topics `requests` and `tokens` either.
+"""
+
+import asyncio
+import logging
+import zlib
+from array import array
+from bisect import bisect_left
+from collections import defaultdict
+
+import msgspec
+
+from forebay import runtime
+from forebay.events.answers import (
+    RETENTION_S,
+    AnswerChunk,
+    AnswerContent,
+    AnswerDeleted,
+    AnswerStored,
+    IndexEvent,
+    chunk_key,
+)
+from forebay.events.codec import MALFORMED, DecodeError, decode, encode
+from forebay.events.models import CHUNK_BYTES_MAX
+from forebay.events.request_ids import RequestLocation
+from forebay.events.topics import ANSWERS
+from forebay.transport.base import Draft, Log, LogError, LogUnavailable, Record, event_of
+
+logger = logging.getLogger(__name__)
+
+INDEX, CONTENT = 0, 1  # partitions of the topic
+READ_MAX = 256  # records per iteration of the event loop
+KNOWN_MAX = 1 << 20  # responses remembered per group, 16 MB
+FORGOTTEN = KNOWN_MAX >> 5  # responses that are forgotten together, because a removal moves all others
+CONTENT_BYTES_MAX = 64 << 20  # of one response; a token with 20 log probabilities takes about 800 bytes
+LEVEL = 6
+
+
+class AnswerTooLarge(ValueError):
+    """A response is too large to be kept."""
+
+
+class AnswerDamaged(LogError):
+    """The stored content of a response is incomplete or cannot be decoded."""
+
+
+class KnownAnswers:
+    """Newest index records of the responses of one partition of `requests`, ordered by the offset of their requests.
+
+    Responses end nearly in the order of their requests, so an insertion moves few others.
+    """
+
+    __slots__ = ("_records", "_requests")
+
+    def __init__(self) -> None:
+        self._requests = array("Q")
+        self._records = array("Q")
+
+    def set(self, request: int, record: int) -> None:
+        """Set the offset of the newest index record of a response. Beyond `KNOWN_MAX`, forget the oldest responses."""
+        requests, records = self._requests, self._records
+        at = bisect_left(requests, request)
+        if at < len(requests) and requests[at] == request:
+            records[at] = record
+            return
+        requests.insert(at, request)
+        records.insert(at, record)
+        if len(requests) > KNOWN_MAX:
+            del requests[:FORGOTTEN], records[:FORGOTTEN]
+
+    def get(self, request: int) -> int | None:
+        """Return the offset of the newest index record of a response, None if it is not known."""
+        at = bisect_left(self._requests, request)
+        return self._records[at] if at < len(self._requests) and self._requests[at] == request else None
+
+
+class AnswerStore:
+    """The answers on the topic, by the location of their first request. The other methods wait for `run`.
+
+    Attributes:
+        position: offset of the first record of the index that was not read yet.
+        undecodable: number of records of the index that were ignored.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self.undecodable = 0
+        self._log = log
+        self._known: defaultdict[int, KnownAnswers] = defaultdict(KnownAnswers)
+        self.position = 0
+        self._end = 0  # of the index when this process began to follow it
+        self._began = asyncio.Event()
+        self._moved = asyncio.Event()
+
+    async def run(self) -> None:
+        """Follow the index until cancelled. Raises LogError."""
+        self.position = await self._log.begin(ANSWERS.name, INDEX)
+        wake = asyncio.Event()
+        tail = self._log.tail(ANSWERS.name, INDEX, self.position, wake)
+        self._end = await self._log.end(ANSWERS.name, INDEX)
+        self._began.set()
+        try:
+            while True:
+                wake.clear()
+                if records := tail.take(READ_MAX):
+                    for record in records:
+                        self._apply(record)
+                    self.position = records[-1].offset + 1
+                    self._moved.set()
+                    self._moved.clear()
+                    await asyncio.sleep(0)
+                else:
+                    await wake.wait()
+        finally:
+            tail.close()
+
+    async def load(self, request_id: str, location: RequestLocation) -> AnswerContent | AnswerDeleted | None:
+        """Return the content of a response, its deletion, or None if the topic does not have it.
+
+        Raises AnswerDamaged or LogError.
+        """
+        stored = await self._indexed(request_id, location)
+        if not isinstance(stored, AnswerStored):
+            return stored
+        packed = b"".join([await self._piece(stored, index) for index in range(len(stored.offsets))])
+        return await runtime.offload(_unpacked, packed, stored)
+
+    async def store(self, location: RequestLocation, content: AnswerContent) -> None:
+        """Store a response unless it is stored or deleted already. Raises AnswerTooLarge or LogError."""
+        request_id = content.submission.request_id
+        if await self._indexed(request_id, location) is not None:
+            return
+        packed, size = await runtime.offload(_packed, content)
+        upload, offsets = runtime.random_id(), []
+        for index, at in enumerate(range(0, len(packed), CHUNK_BYTES_MAX)):
+            chunk = AnswerChunk(upload=upload, index=index, data=packed[at : at + CHUNK_BYTES_MAX])
+            offsets += await self._log.append([Draft(ANSWERS.name, CONTENT, encode(ANSWERS, chunk), chunk.key)])
+        now_us = runtime.wall_us()
+        event = AnswerStored(
+            request_id=request_id,
+            partition=location.partition,
+            offset=location.offset,
+            at_us=now_us,
+            upload=upload,
+            offsets=tuple(offsets),
+            size=size,
+            expires_us=now_us + RETENTION_S * 1_000_000,
+        )
+        await self._append(event)
+
+    async def delete(self, request_id: str, location: RequestLocation) -> None:
+        """Delete a response, whether it is stored or not. Raises LogError."""
+        stored = await self._indexed(request_id, location)
+        event = AnswerDeleted(
+            request_id=request_id, partition=location.partition, offset=location.offset, at_us=runtime.wall_us()
+        )
+        await self._append(event)
+        if isinstance(stored, AnswerStored):
+            keys = [chunk_key(stored.upload, index) for index in range(len(stored.offsets))]
+            await self._log.append([Draft(ANSWERS.name, CONTENT, b"", key) for key in keys])
+
+    async def _append(self, event: AnswerStored | AnswerDeleted) -> None:
+        (offset,) = await self._log.append([Draft(ANSWERS.name, INDEX, encode(ANSWERS, event), event.key)])
+        await self._reach(offset + 1)
+
+    async def _reach(self, offset: int) -> None:
+        while self.position < offset:
+            await self._moved.wait()
+
+    async def _indexed(self, request_id: str, location: RequestLocation) -> AnswerStored | AnswerDeleted | None:
+        """Return the index record of a response, None without a valid one."""
+        await self._began.wait()
+        await self._reach(self._end)  # a deletion that was written before this process began has been read
+        known = self._known.get(location.partition)
+        offset = None if known is None else known.get(location.offset)
+        record = None if offset is None else await self._record(INDEX, offset)
+        if record is None:
+            return None
+        event = event_of(ANSWERS, record)
+        if event.request_id != request_id or (
+            isinstance(event, AnswerStored) and event.expires_us <= runtime.wall_us()
+        ):
+            return None
+        assert isinstance(event, AnswerStored | AnswerDeleted)
+        return event
+
+    async def _record(self, partition: int, offset: int) -> Record | None:
+        """Return the record at this offset; None if compaction or retention removed it."""
+        try:
+            records = await self._log.read(ANSWERS.name, partition, offset, 1)
+        except LogUnavailable:
+            raise
+        except LogError:
+            if offset < await self._log.begin(ANSWERS.name, partition):
+                return None
+            raise
+        return records[0] if records and records[0].offset == offset and records[0].value else None
+
+    async def _piece(self, stored: AnswerStored, index: int) -> bytes:
+        record = await self._record(CONTENT, stored.offsets[index])
+        try:
+            chunk = None if record is None else event_of(ANSWERS, record)
+        except DecodeError:
+            chunk = None
+        if not isinstance(chunk, AnswerChunk) or (chunk.upload, chunk.index) != (stored.upload, index):
+            raise AnswerDamaged(f"the topic {ANSWERS.name} has no piece {index} of the answer to {stored.request_id}")
+        return chunk.data
+
+    def _apply(self, record: Record) -> None:
+        try:
+            event = decode(ANSWERS, record.value)
+            if not isinstance(event, IndexEvent) or record.key != event.key:
+                raise DecodeError(f"an event {type(event).__name__} with the key {record.key!r}")
+        except DecodeError as error:
+            self.undecodable += 1
+            logger.warning("ignored record %d of the index of %s: %s", record.offset, ANSWERS.name, error)
+        else:
+            self._known[event.partition].set(event.offset, record.offset)
+
+
+def _packed(content: AnswerContent) -> tuple[bytes, int]:
+    """Return the compressed content, and its size before compression."""
+    plain = msgspec.msgpack.encode(content)
+    if len(plain) > CONTENT_BYTES_MAX:
+        text = f"the answer has {len(plain):,} bytes with log probabilities; at most {CONTENT_BYTES_MAX:,} are kept"
+        raise AnswerTooLarge(text)
+    return zlib.compress(plain, LEVEL), len(plain)
+
+
+def _unpacked(packed: bytes, stored: AnswerStored) -> AnswerContent:
+    try:
+        if stored.size > CONTENT_BYTES_MAX:
+            raise ValueError(f"it has {stored.size:,} bytes, at most {CONTENT_BYTES_MAX:,} are allowed")
+        plain = zlib.decompressobj().decompress(packed, stored.size + 1)
+        return msgspec.msgpack.decode(plain, type=AnswerContent)
+    except (ValueError, zlib.error, *MALFORMED) as error:
+        raise AnswerDamaged(f"the stored answer to {stored.request_id} cannot be read: {error}") from error
