@@ -211,17 +211,17 @@ async def test_a_request_without_a_response_times_out(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("second", [chat(), chat(max_tokens=3)], ids=["same body", "another body"])
 async def test_clients_may_use_an_id_for_several_requests(scene: Scene, second: dict[str, Any]) -> None:
-    """A unique id on the log begins with the id of the client, which the response repeats as a header."""
-    pending = [scene.start(CHAT, body, **{"x-request-id": "mine-1"}) for body in (chat(), second)]
+    """An id on the log begins with the id of the client, even with one like ours, and a response header repeats it."""
+    pending = [scene.start(CHAT, body, **{"x-request-id": "chatcmpl-mine"}) for body in (chat(), second)]
     requests = [await scene.next_request() for _ in pending]
     assert len({request.request_id for request in requests}) == 2
-    assert {client_id_of(request.request_id) for request in requests} == {"mine-1"}
+    assert {client_id_of(request.request_id) for request in requests} == {"chatcmpl-mine"}
     scene.reply(requests[0].request_id, " a")
     scene.refuse(requests[1].request_id, 503, "workers_lost")
     served, refused = await pending[0], await pending[1]
     assert served.json()["id"] == requests[0].request_id
     assert (served.status_code, refused.status_code) == (200, 503)
-    assert [response.headers["x-request-id"] for response in (served, refused)] == ["mine-1", "mine-1"]
+    assert [response.headers["x-request-id"] for response in (served, refused)] == ["chatcmpl-mine", "chatcmpl-mine"]
 
 
 @pytest.mark.parametrize(
