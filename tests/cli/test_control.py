@@ -13,6 +13,7 @@ import openai
 import pytest
 import trustme
 
+from forebay.events.request_ids import log_id_of
 from tests.cli.in_process import answering, error_of, forebay
 from tests.cli.up import ADMIN, ADMIN_TOKEN, PATIENCE_S, Up, running, verified
 from tests.cli.up import forebay as process
@@ -400,7 +401,7 @@ def test_a_key_and_a_certificate_protect_a_system(
         explained = httpx.get(
             f"{up.url}/v1/requests/{answer.id}/explain", headers={"authorization": f"Bearer {KEY}"}, timeout=PATIENCE_S
         )
-        assert explained.json()["request_id"] == answer.id
+        assert explained.json()["request_id"] == log_id_of(answer.id)
         trace = ["trace", "synthetic:requests=3,rate=50,prompt=100,output=3", "--url", up.url, "--json"]
         assert "the API key is missing or wrong; set FOREBAY_API_KEY or --api-key" in error_of(*trace)
         plain = up.url.replace("https:", "http:")

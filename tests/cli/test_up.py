@@ -18,6 +18,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from forebay.events.request_ids import log_id_of
 from forebay.processes import embedded
 from forebay.transport.sqlite.log import LogUnusable
 from tests import dashboard
@@ -218,7 +219,7 @@ def stream_of(up: Up, started: threading.Event) -> list[str]:
     with httpx.stream("POST", f"{up.url}/v1/completions", json=body, timeout=PATIENCE_S) as response:
         found = []
         for line in response.iter_lines():
-            if line:
+            if line.startswith("data: "):
                 found.append(line.removeprefix("data: "))
                 started.set()
     return found
@@ -300,7 +301,7 @@ def test_a_response_id_is_explained_and_no_process_is_left(tmp_path: Path, numbe
             httpx.get(f"{up.url}/v1/requests/{answers[1].id}/explain", timeout=PATIENCE_S).raise_for_status().json()
         )
         assert (report["request_id"], report["state"], report["ending"]["output_tokens"]) == (
-            answers[1].id,
+            log_id_of(answers[1].id),
             "finished",
             4,
         )
@@ -328,7 +329,7 @@ def test_a_response_id_is_explained_and_no_process_is_left(tmp_path: Path, numbe
         assert up.end(number) == (0 if number == signal.SIGINT else -number)
         until_ended(worker)
     shown = forebay("explain", log, answers[1].id)
-    assert (shown.returncode, f"request {answers[1].id}: finished" in shown.stdout) == (0, True)
+    assert (shown.returncode, f"request {log_id_of(answers[1].id)}: finished" in shown.stdout) == (0, True)
     assert "2 other requests have this ID too: mine~" in forebay("explain", log, "mine").stdout
 
 

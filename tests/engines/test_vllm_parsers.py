@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from forebay.events.base import pack_u32
 from forebay.ingress.errors import ApiError
 from forebay.ingress.http.queries import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from forebay.ingress.model import DEFAULT_MODEL, Model
@@ -52,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 def generated(model: Model, parsing: ParserFactory, text: str, step: int) -> OutputDelta:
     """Return the parsed response, with `step` tokens at a time."""
-    how = ParseOptions(ToolSelection(TOOLS, None, parallel=True), prompt_ids=model.encode("hi"))
+    how = ParseOptions(ToolSelection(TOOLS, None, parallel=True), prompt=pack_u32(model.encode("hi")))
     parser, decoder = parsing.parser(how, "r"), model.decoder(parsing.visible_tokens(how))
     assert parser is not None
     token_ids = model.encode(text)

@@ -36,12 +36,12 @@ from forebay.events.progress import (
 from forebay.events.request_ids import (
     RequestLocation,
     aliases_of,
-    choice_ids,
     client_id_of,
     http_request_id,
     kafka_api_request_id,
     parse_public_id,
     part_id,
+    part_ids,
     public_id,
 )
 from forebay.events.topics import INPUTS
@@ -173,10 +173,10 @@ def test_a_public_id_contains_the_location_of_its_request() -> None:
 
 @pytest.mark.parametrize("whole", [HTTP, KAFKA])
 def test_a_part_is_found_by_its_id_and_that_of_the_whole_request(whole: str) -> None:
-    assert choice_ids(whole, 1) == [whole]
+    assert part_ids(whole, 1) == [whole]
     assert aliases_of(whole) == {whole, "order-7"}
     assert client_id_of(whole) == "order-7"
-    assert choice_ids(whole, 2) == [f"{whole}-0", f"{whole}-1"]
+    assert part_ids(whole, 2) == [f"{whole}-0", f"{whole}-1"]
     assert aliases_of(f"{whole}-12") == {f"{whole}-12", whole, "order-7"}
     assert client_id_of(f"{whole}-12") == "order-7"
 

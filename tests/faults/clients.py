@@ -5,6 +5,7 @@ import asyncio
 from forebay.core.block_hashes import sequence_hashes
 from forebay.events.base import U32_BYTES
 from forebay.events.codec import encode
+from forebay.events.rendering import Rendering
 from forebay.events.requests import RequestSubmitted, RoutingHints
 from forebay.events.topics import REQUESTS
 from forebay.ingress.commands import GRACE_S
@@ -84,6 +85,7 @@ class Client:
             sampling=outcome.sampling,
             routing=RoutingHints(),
             timeout_us=self._planned.timeout_ms * 1_000,
+            rendering=Rendering(api="completions", model=GROUP, created_s=0),
         )
 
     def _append_repeated(self) -> None:
@@ -116,7 +118,8 @@ class Client:
     async def _respond(self, group: GroupClient) -> None:
         outcome, planned = self.outcome, self._planned
         loop = asyncio.get_running_loop()
-        stream = await group.submit(outcome.request_id, self.prepared())
+        (event,) = group.submissions(outcome.request_id, [self.prepared()])
+        stream = await group.submit(event)
         timers = [loop.call_later(planned.timeout_ms / 1000 + GRACE_S, stream.interrupt, "deadline")]
         if planned.disconnect_ms is not None:
             timers.append(loop.call_later(planned.disconnect_ms / 1000, stream.interrupt, "disconnected"))

@@ -25,7 +25,9 @@ from starlette.types import ASGIApp
 from forebay.events.base import Event, pack_u32
 from forebay.events.codec import decode, encode
 from forebay.events.control import WorkerCommanded
-from forebay.events.requests import RequestCancelled, RequestSubmitted, RouteQueried
+from forebay.events.rendering import Rendering
+from forebay.events.request_ids import part_ids
+from forebay.events.requests import RequestCancelled, RequestSubmitted, RouteQueried, Sampling
 from forebay.events.tokens import (
     AttemptStarted,
     CommandResponse,
@@ -47,6 +49,8 @@ from forebay.ingress.http.server import Server, build_server, listen
 from forebay.ingress.loaded_model import LoadedModel
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.ingress.parsers.selection import ParserFactory
+from forebay.ingress.response_fold import ResponseFold, fold_of
 from forebay.ingress.settings import IngressSettings
 from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Draft
@@ -267,8 +271,32 @@ def error(response: httpx.Response) -> tuple[int, str]:
 
 def events(response: httpx.Response) -> list[Any]:
     """Return the decoded events of a stream, with the last one, [DONE], as text."""
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def event_ids(response: httpx.Response) -> list[str]:
+    """Return the ids of the events of a stream."""
+    return [line.removeprefix("id: ") for line in response.text.split("\n") if line.startswith("id: ")]
+
+
+def begun_fold(model: Model, request_id: str = "a", **fields: Any) -> ResponseFold:
+    """Return a fold that has begun, of a text completion unless the fields of its rendering differ."""
+    rendering = Rendering(**{"api": "completions", "model": NAME, "created_s": 7, "prompt_tokens": 3, **fields})
+    first = RequestSubmitted(
+        request_id=part_ids(request_id, rendering.parts)[0],
+        model=NAME,
+        token_ids=b"",
+        sequence_hashes=b"",
+        reply_slot=SLOT,
+        timeout_us=1,
+        tie_seed=0,
+        sampling=Sampling(max_tokens=9),
+        rendering=rendering,
+    )
+    fold = fold_of(first, rendering, model, ParserFactory(model))
+    assert fold.begin(request_id) == []
+    return fold
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from forebay.core.block_hashes import sequence_hashes
 from forebay.core.state.reply_slot import apply
 from forebay.events.base import unpack_u32
 from forebay.events.codec import decode
-from forebay.events.request_ids import client_id_of
+from forebay.events.request_ids import RequestLocation, client_id_of, parse_public_id, public_id
 from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.events.tokens import PrefilledBy
 from forebay.events.topics import TOKENS
@@ -23,8 +23,6 @@ from forebay.ingress import admission
 from forebay.ingress.access_log import LOGGER
 from forebay.ingress.kafka_api.request import ReplyAddress
 from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, WindowEntry
-from forebay.ingress.openai.fields import parse
-from forebay.ingress.openai.requests import TextBody
 from forebay.transport.base import Draft
 from tests.ingress.conftest import CHAT, HELLO, NAME, SLOT, TEXT, Scene, chat, error, events, make_scene, text
 from tests.system import until
@@ -54,6 +52,11 @@ async def started(scene: Scene, body: dict[str, Any], path: str = CHAT) -> tuple
     return pending, (await scene.next_request()).request_id
 
 
+def public(request: RequestSubmitted, offset: int = 0) -> str:
+    """Return the id of the response to a request at an offset of the log."""
+    return public_id(request.request_id, RequestLocation(0, offset))
+
+
 async def submitted(scene: Scene, count: int) -> list[RequestSubmitted]:
     """Return the submitted requests in the order of their choices."""
     found = [await scene.next_request() for _ in range(count)]
@@ -72,7 +75,7 @@ async def test_a_response_names_its_worker_and_its_cached_tokens(scene: Scene) -
     response = await pending
     assert response.status_code == 200
     body = response.json()
-    assert (body["object"], body["id"]) == ("chat.completion", request.request_id)
+    assert (body["object"], body["id"]) == ("chat.completion", public(request))
     assert body["choices"][0]["message"] == {"role": "assistant", "content": " water and stone", "refusal": None}
     assert body["choices"][0]["finish_reason"] == "length"
     assert body["usage"] == {
@@ -219,7 +222,7 @@ async def test_clients_may_use_an_id_for_several_requests(scene: Scene, second: 
     scene.reply(requests[0].request_id, " a")
     scene.refuse(requests[1].request_id, 503, "workers_lost")
     served, refused = await pending[0], await pending[1]
-    assert served.json()["id"] == requests[0].request_id
+    assert served.json()["id"] == public(requests[0])
     assert (served.status_code, refused.status_code) == (200, 503)
     assert [response.headers["x-request-id"] for response in (served, refused)] == ["chatcmpl-mine", "chatcmpl-mine"]
 
@@ -238,7 +241,7 @@ async def test_an_id_that_is_not_valid_is_replaced_and_logged(
         request = await scene.next_request()
         scene.reply(request.request_id, " a")
         response = await pending
-    assert (response.status_code, response.json()["id"]) == (200, request.request_id)
+    assert (response.status_code, response.json()["id"]) == (200, public(request))
     assert response.headers["x-request-id"] == client_id_of(request.request_id).removeprefix(given or "-")
     (fields,) = (record.__dict__["fields"] for record in caplog.records if record.name == LOGGER)
     assert unquote(fields["x_request_id"], "latin-1") == given[:128]
@@ -420,7 +423,7 @@ async def test_each_choice_of_each_prompt_is_a_request_and_usage_is_summed(scene
     assert [one.sampling.seed for one in requests] == [7, 8, 7, 8]
     output = sum(scene.reply(requests[at].request_id, WORDS[at], reason="stop", cached=at + 1) for at in (3, 0, 2, 1))
     body = (await pending).json()
-    assert body["id"] == whole
+    assert parse_public_id(body["id"])[0] == whole
     assert [(one["index"], one["text"], one["finish_reason"]) for one in body["choices"]] == [
         (at, WORDS[at], "stop") for at in range(4)
     ]
@@ -453,7 +456,8 @@ async def test_a_stream_interleaves_the_choices(scene: Scene) -> None:
     assert ends == [(0, "length"), (1, "stop")]
     assert [one["index"] for one in choices].index(1) < len(choices) - 1
     assert (usage["choices"], usage["usage"]["completion_tokens"], done) == ([], at + output, "[DONE]")
-    assert {chunk["id"] for chunk in chunks} == {first.request_id.removesuffix("-0")}
+    (response_id,) = {chunk["id"] for chunk in chunks}
+    assert parse_public_id(response_id) == (first.request_id.removesuffix("-0"), (0, 0))
 
 
 async def test_a_choice_that_stops_is_cancelled_and_the_others_continue(scene: Scene) -> None:
@@ -512,7 +516,7 @@ async def test_a_reply_may_arrive_before_the_append_is_acknowledged(
 async def test_output_that_a_client_does_not_read_waits_in_the_streams(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forebay.ingress.http.response.OBJECTS_MAX", 2)
+    monkeypatch.setattr("forebay.ingress.http.response.EVENTS_MAX", 2)
     sent: list[bytes] = []
     reads = asyncio.Event()
     body = text(prompt=["a", "b"], max_tokens=90, stream=True)
@@ -536,9 +540,10 @@ async def test_output_that_a_client_does_not_read_waits_in_the_streams(
         scene.end(request.request_id, output=40)
     reads.set()
     await serving
-    lines = b"".join(sent).decode().split("\n\n")
+    lines = b"".join(sent).decode().split("\n")
     chunks = [json.loads(line.removeprefix("data: "))["choices"] for line in lines if line.startswith("data: {")]
-    assert len(chunks) < 20, "tokens that waited are sent together"
+    assert [choices[0]["index"] for choices in chunks] == [0, 1] * 41, "in the order of the reply slot"
+    assert max(one.count(b"data: {") for one in sent) == 2, "tokens wait as tokens"
     for index in (0, 1):
         own = [choice["text"] for choices in chunks for choice in choices if choice["index"] == index]
         assert "".join(own) == " water" * 40
@@ -574,10 +579,8 @@ async def test_the_kafka_api_sends_the_object_of_http(scene: Scene) -> None:
     scene.emit_text(requests[1].request_id, " stone river")
     scene.reply(requests[0].request_id, " water")
     given = (await pending).json()
-    parsed, same = parse(TextBody, msgspec.json.encode(body)), given["id"]
-    prepared = await scene.loaded.prepare(parsed, ())
-    fold = scene.loaded.fold(same, parsed, prepared, created_s=given["created"])
-    response = RecordResponse(WindowEntry(0, 0), ReplyAddress(same, ""), fold, scene.group)
+    fold = scene.loaded.fold(requests[0])
+    response = RecordResponse(WindowEntry(0, 0), ReplyAddress("a", ""), fold, scene.group)
     waiting = {one.request_id: PendingRequest(one.request_id, response, at, one) for at, one in enumerate(requests)}
     (whole,) = [
         piece
@@ -585,4 +588,4 @@ async def test_the_kafka_api_sends_the_object_of_http(scene: Scene) -> None:
         for changed in apply(waiting, decode(TOKENS, record.value), NAME)
         for piece in response.step(changed)
     ]
-    assert (whole.last, msgspec.json.decode(whole.value)) == (True, given)
+    assert (whole.last, msgspec.json.decode(whole.value)) == (True, {**given, "id": fold.request_id})

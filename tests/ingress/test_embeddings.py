@@ -19,9 +19,7 @@ from forebay.events.tokens import Embedded, ResponseEnded, ResponseError, TokenE
 from forebay.ingress.kafka_api.request import ReplyAddress
 from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, ResponseRecord, WindowEntry
 from forebay.ingress.openai.embeddings import EmbeddingBody
-from forebay.ingress.openai.fields import parse
-from forebay.ingress.response_fold import EmbeddingFold
-from tests.ingress.conftest import EMBED, MODULE_LOOP, NAME, Scene, error, make_scene
+from tests.ingress.conftest import EMBED, MODULE_LOOP, NAME, Scene, begun_fold, default_model, error, make_scene
 from tests.system import until
 
 
@@ -140,8 +138,7 @@ async def test_openai_client_gets_vectors_and_a_disconnect_cancels(scene: Scene)
 
 def folded(records: list[TokenEvent], inputs: int) -> list[ResponseRecord]:
     """Return the Kafka API response to these records, for a request with this many inputs."""
-    body = parse(EmbeddingBody, msgspec.json.encode({"model": NAME, "input": ["a"] * inputs}))
-    fold = EmbeddingFold("e", body, 2 * inputs, inputs)
+    fold = begun_fold(default_model(), "e", api="embeddings", parts=inputs, prompt_tokens=2 * inputs)
     response = RecordResponse(WindowEntry(0, 0), ReplyAddress("e", ""), fold, cast(Any, None))  # not needed for folding
     parts = {f"e-{at}": PendingRequest(f"e-{at}", response, at) for at in range(inputs)}
     return [piece for event in records for part in apply(parts, event, NAME) for piece in response.step(part)]

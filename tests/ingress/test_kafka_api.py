@@ -29,15 +29,14 @@ from forebay.ingress.kafka_api.request import ReplyAddress, ReplyTopics, address
 from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, ResponseRecord, WindowEntry
 from forebay.ingress.kafka_api.shared import KafkaApiMetrics, SharedState
 from forebay.ingress.model import DEFAULT_MODEL, Model
-from forebay.ingress.openai.embeddings import EmbeddingBody
-from forebay.ingress.openai.requests import ChatBody, TextBody
-from forebay.ingress.parsers.composer import Composer, TextAssembler
+from forebay.ingress.openai.fields import encoded_options
+from forebay.ingress.openai.requests import ChatBody, CompletionOptions, TextBody
 from forebay.ingress.parsers.deltas import OutputDelta
-from forebay.ingress.response_fold import CompletionFold, EmbeddingFold, was_rejected
+from forebay.ingress.response_fold import ResponseFold, was_rejected
 from forebay.ingress.settings import IngressSettings
 from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Draft, Record
-from tests.ingress.conftest import CHAT, HELLO, NAME, SLOT, Scene, events, make_scene
+from tests.ingress.conftest import CHAT, HELLO, NAME, SLOT, Scene, begun_fold, events, make_scene
 from tests.system import until
 
 BODY: dict[str, Any] = {"model": NAME, "messages": HELLO}
@@ -162,11 +161,9 @@ class Fold:
     """A response of the Kafka API to request `a`, folded from the reply slot of a scene."""
 
     def __init__(self, scene: Scene, request_id: str = "a", *, stream: bool = True, prompt_tokens: int = 5) -> None:
-        options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-        body = body_of(record({**BODY, **options}), BOUNDS)
-        assert isinstance(body, ChatBody)
-        composer = Composer(TextAssembler(scene.model.decoder(), []))
-        fold = CompletionFold(request_id, body, prompt_tokens, [composer], created_s=7)
+        fields: dict[str, Any] = {"api": "chat_completions", "is_chat": True, "prompt_tokens": prompt_tokens}
+        options = encoded_options(CompletionOptions(includes_usage=stream))
+        fold = begun_fold(scene.model, request_id, stream=stream, options=options, **fields)
         response = RecordResponse(WindowEntry(0, 0), ReplyAddress("a", ""), fold, scene.group)
         submission = next((one for one in scene.requests(RequestSubmitted) if one.request_id == request_id), None)
         self.scene = scene
@@ -192,13 +189,13 @@ async def test_a_stream_has_a_record_per_chunk(scene: Scene) -> None:
     scene.end("a", output=position)
     fold = Fold(scene)
     pieces = await fold.read()
-    assert [(piece.index, piece.last) for piece in pieces] == [(0, False), (1, False), (2, False), (3, True)]
-    first, second, end, usage = fold.objects()
-    assert first["choices"][0]["delta"] == {"role": "assistant", "content": "one"}
-    assert second["choices"][0]["delta"] == {"content": " two"}
+    assert [(piece.index, piece.last) for piece in pieces] == [(at, at == position + 1) for at in range(position + 2)]
+    first, *others, end, usage = fold.objects()
+    assert first["choices"][0]["delta"]["role"] == "assistant"
+    assert "".join(one["choices"][0]["delta"]["content"] for one in (first, *others)) == "one two"
     assert end["choices"][0]["finish_reason"] == "length"
     assert usage["usage"]["completion_tokens"] == position
-    assert {one["created"] for one in (first, second, end)} == {7}
+    assert {one["created"] for one in (first, *others, end)} == {7}
 
 
 async def test_repeated_events_do_not_change_the_response(scene: Scene) -> None:
@@ -242,7 +239,8 @@ async def test_records_contain_the_objects_of_http(scene: Scene, stream: bool) -
     fold = Fold(scene, request.request_id, stream=stream, prompt_tokens=request.prompt_tokens)
     await fold.read()
     expected = events(response)[:-1] if stream else [response.json()]
-    assert [{**one, "created": 0} for one in fold.objects()] == [{**one, "created": 0} for one in expected]
+    differs = {"created": 0, "id": ""}
+    assert [{**one, **differs} for one in fold.objects()] == [{**one, **differs} for one in expected]
 
 
 class FakeKafka:
@@ -399,11 +397,6 @@ FAILED = ResponseEnded(
 )
 
 
-def completion(*, stream: bool) -> CompletionFold:
-    body = TextBody(model="m", prompt="p", stream=stream)
-    return CompletionFold("a", body, 3, [Composer(TextAssembler(MODEL.decoder(), []))], created_s=7)
-
-
 def emitted(*spans: tuple[int, int]) -> TokensEmitted:
     """Return an event with the tokens of these spans, one chunk each."""
     chunks = tuple(
@@ -413,20 +406,20 @@ def emitted(*spans: tuple[int, int]) -> TokensEmitted:
     return TokensEmitted(worker_id="w", worker_epoch=1, owner_epoch=1, chunks=chunks)
 
 
-def fold_all(fold: CompletionFold, *records: TokenEvent) -> list[Any]:
+def fold_all(fold: ResponseFold, *records: TokenEvent) -> list[Any]:
     state, objects = ResponseState(), []
     for event in records:
         apply({"a": state}, event, "")
         objects += fold.step(state)
-    return [msgspec.json.decode(one) for one in objects]
+    return [msgspec.json.decode(one.data) for one in objects]
 
 
 @given(cuts=st.sets(st.integers(1, len(ENCODED) - 1)))
 def test_a_stream_and_a_whole_response_have_the_same_text(cuts: set[int]) -> None:
     bounds = [0, *sorted(cuts), len(ENCODED)]
     records = [emitted(span) for span in pairwise(bounds)]
-    chunks = fold_all(completion(stream=True), *records, ENDED)
-    (whole,) = fold_all(completion(stream=False), *records, ENDED)
+    chunks = fold_all(begun_fold(MODEL, stream=True), *records, ENDED)
+    (whole,) = fold_all(begun_fold(MODEL), *records, ENDED)
     text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
     assert text == whole["choices"][0]["text"] == MODEL.tokenizer.decode(ENCODED)
     assert chunks[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"] == "stop"
@@ -437,22 +430,22 @@ def test_a_stream_and_a_whole_response_have_the_same_text(cuts: set[int]) -> Non
     ("records", "code"), [([emitted((0, 2), (3, 4))], "tokens_missing"), ([emitted((0, 2)), FAILED], "worker_lost")]
 )
 def test_output_before_an_error_is_sent(records: list[TokenEvent], code: str) -> None:
-    fold = completion(stream=True)
-    (chunk,) = fold_all(fold, *records)
-    assert chunk["choices"][0]["text"] == MODEL.tokenizer.decode(ENCODED[:2])
+    fold = begun_fold(MODEL, stream=True)
+    chunks = fold_all(fold, *records)
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == [MODEL.tokenizer.decode([one]) for one in ENCODED[:2]]
     assert fold.error is not None
     assert (fold.is_over, fold.error.code, fold.cancel_reason) == (True, code, code)
 
 
 def test_a_completion_ignores_an_embedding() -> None:
-    fold = completion(stream=True)
+    fold = begun_fold(MODEL, stream=True)
     embedded = Embedded(request_id="a", attempt=1, owner_epoch=1, worker_id="w", vector=b"1234")
     assert fold_all(fold, embedded) == []
     assert (fold.is_over, fold.cancel_reason) == (False, "")
 
 
 def test_steps_after_the_end_return_nothing() -> None:
-    fold, state = completion(stream=False), ResponseState()
+    fold, state = begun_fold(MODEL), ResponseState()
     for event in (emitted((0, 2)), ENDED):
         apply({"a": state}, event, "")
     assert len(fold.step(state)) == 1
@@ -461,7 +454,7 @@ def test_steps_after_the_end_return_nothing() -> None:
 
 
 def test_missing_tokens_fail_an_embedding() -> None:
-    fold, state = EmbeddingFold("a", EmbeddingBody(model="m", input="x"), 1, 1), ResponseState()
+    fold, state = begun_fold(MODEL, api="embeddings"), ResponseState()
     apply({"a": state}, emitted((3, 4)), "")
     assert fold.step(state) == []
     assert fold.error is not None

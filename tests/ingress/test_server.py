@@ -340,7 +340,7 @@ async def served(scene: Scene, drain_s: float) -> AsyncIterator[Served]:
 
 
 def data_of(response: httpx.Response) -> list[str]:
-    return [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    return [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
 
 
 async def test_streams_in_flight_complete_and_new_requests_are_rejected(scene: Scene) -> None:
@@ -394,11 +394,12 @@ async def test_an_interrupted_stream_ends_with_an_error_event(scene: Scene) -> N
         async with one.client.stream("POST", TEXT, json=STREAM) as response:
             request_id = await beginning
             lines = response.aiter_lines()
+            assert await anext(lines) == "id: 0-1-0"
             assert json.loads((await anext(lines)).removeprefix("data: "))["choices"][0]["text"] == " good"
             scene.front.drain.begin()
             scene.front.drain.hurry()
             rest = [line.removeprefix("data: ") async for line in lines if line]
-        assert [json.loads(line) for line in rest] == [{"error": SHUTTING_DOWN}]
+        assert [json.loads(line) for line in rest] == [{"error": SHUTTING_DOWN}], "without an id"
         await one.serving
     assert [event.request_id for event in scene.requests(RequestCancelled)] == [request_id]
 

@@ -145,7 +145,7 @@ def test_the_finish_reason_says_that_all_calls_are_complete(
         plan = OutputPlan([stop] if is_stopped else [], ParseOptions(choice))
         composer = plan.composer(MODEL, ParserFactory(MODEL, tool, "qwen3"), "r")
         output = MODEL.encode(text if is_stopped else text[:at])
-        deltas = [composer.push([token], []) for token in output if not composer.stop]
+        deltas = [composer.push([token]) for token in output if not composer.stop]
         found = merge_deltas([*deltas, *([] if composer.stop else [composer.finish()])])
         reason = composer.reason("stop")
         assert composer.reason("length") == "length"

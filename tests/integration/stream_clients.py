@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from forebay.events.request_ids import client_id_of
+from forebay.events.request_ids import client_id_of, log_id_of
 from tests.harness.cluster import GROUP
 
 TIMEOUT_S = 120.0
@@ -173,7 +173,7 @@ def _record(result: StreamResult, data: str) -> None:
         result.problem = data
         return
     assert client_id_of(chunk["id"]) == client_id_of(result.request_id)
-    result.request_id = chunk["id"]
+    result.request_id = log_id_of(chunk["id"])
     for choice in chunk["choices"]:
         result.text += choice["text"]
         result.ttft_s = result.ttft_s or time.time() - result.at_s

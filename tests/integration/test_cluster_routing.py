@@ -15,6 +15,7 @@ from forebay.events.base import pack_u32
 from forebay.events.codec import encode
 from forebay.events.decisions import CacheResyncRequested, RequestAborted, RequestHeld, RequestRouted
 from forebay.events.kv import BlocksStored, CacheCleared
+from forebay.events.request_ids import log_id_of
 from forebay.events.topics import DECISIONS, KV_EVENTS
 from forebay.transport.base import Draft
 from forebay.transport.kafka.log import KafkaLog
@@ -154,7 +155,11 @@ async def test_a_response_is_explained_by_its_ingress_and_the_command(cluster: C
         return (await client.get(f"/v1/requests/{name}/explain")).raise_for_status().json()
 
     explanation = await cluster.until("its end is on the log", explained, lambda found: found["ending"])
-    assert (explanation["request_id"], explanation["state"], explanation["divergence"]) == (name, "finished", None)
+    assert (explanation["request_id"], explanation["state"], explanation["divergence"]) == (
+        log_id_of(name),
+        "finished",
+        None,
+    )
     (routing,) = explanation["routings"]
     seen = routing["candidates"][routing["winner"]]["seen"]
     assert (seen["worker_id"], len(routing["candidates"])) == (answer.json()["forebay"]["worker"], len(WORKERS))

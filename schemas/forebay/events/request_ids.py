@@ -42,6 +42,11 @@ def parse_public_id(given: str) -> tuple[str, RequestLocation | None]:
     return found[1], RequestLocation(int(found[2], 16), int(found[3], 16))
 
 
+def log_id_of(given: str) -> str:
+    """Return an id without the location that a public id contains."""
+    return parse_public_id(given)[0]
+
+
 def http_request_id(client_id: str, number: int) -> str:
     """Return the id that an HTTP request gets on the log.
 
@@ -72,9 +77,14 @@ def part_id(request_id: str, index: int) -> str:
     return f"{request_id}-{index}"
 
 
-def choice_ids(request_id: str, count: int) -> Sequence[str]:
-    """Return the ids that the choices of a request get on the log. A single choice has the id of the request."""
+def part_ids(request_id: str, count: int) -> Sequence[str]:
+    """Return the ids that the parts of a request get on the log. A single part has the id of the request."""
     return [request_id] if count == 1 else [part_id(request_id, index) for index in range(count)]
+
+
+def whole_id(first_id: str, count: int) -> str:
+    """Return the id of a request whose first of `count` parts has this id on the log."""
+    return first_id if count == 1 else first_id.removesuffix(part_id("", 0))
 
 
 def aliases_of(request_id: str) -> frozenset[str]:

@@ -24,7 +24,7 @@ from forebay.console.messages import (
 from forebay.console.settings import ConsoleSettings
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.names import unknown_name
-from forebay.events.request_ids import aliases_of
+from forebay.events.request_ids import aliases_of, log_id_of
 from forebay.events.topics import DECISIONS, INPUTS
 from forebay.ingress.child_process import ChildConnection, ChildResponse
 from forebay.ingress.explain_worker import LogSource, opened_log
@@ -87,7 +87,9 @@ class Reader:
 
     async def _explain(self, message: ReadExplanation) -> Explanation:
         row = None if message.number is None else request_queries.request(self._store.connection, message.number)
-        if message.number is not None and (row is None or message.request_id not in aliases_of(row.request_id)):
+        if message.number is not None and (
+            row is None or log_id_of(message.request_id) not in aliases_of(row.request_id)
+        ):
             raise NoSuchRecord(f"the request {message.request_id!r} was not submitted at offset {message.number}")
         try:
             return await catalog_explanation(

@@ -59,8 +59,9 @@ class ApiError(Exception):
             headers["connection"] = "close"
         return [(name.encode(), value.encode()) for name, value in headers.items()]
 
-    async def send(self, send: "Send", request_id: str = "", *, closes: bool = False) -> None:
-        body = self.encoded()
+    async def send(self, send: "Send", request_id: str = "", body: bytes = b"", *, closes: bool = False) -> None:
+        """Send the error as an HTTP response. Its body is in OpenAI's format unless that of another API is given."""
+        body = body or self.encoded()
         headers = self.raw_headers(body, request_id=request_id, closes=closes)
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})

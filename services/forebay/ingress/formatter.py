@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from forebay.events.rendering import Rendering
 from forebay.events.tokens import PrefilledBy, Usage
 from forebay.ingress.errors import ApiError
 from forebay.ingress.parsers.deltas import OutputDelta
@@ -79,12 +80,17 @@ class Formatter(ABC):
     The methods for a stream are called in the order of the output. `index` is the position of a choice, from 0.
 
     Attributes:
+        response_id: id of the response for the client.
         done: bytes after the last event of a stream that succeeded.
         counts_each_event: whether the events of `delta` and `close` get the token counts so far from `with_usage`.
     """
 
     done = b""
     counts_each_event = False
+
+    def __init__(self, rendering: Rendering, response_id: str) -> None:
+        self.rendering = rendering
+        self.response_id = response_id
 
     def begin(self) -> list[SseEvent]:
         """Return the events before any output, for a request that is on the log."""

@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from forebay import runtime
 from forebay.events.base import Event
 from forebay.events.codec import encode
-from forebay.events.requests import RequestCancelled
+from forebay.events.request_ids import RequestLocation
+from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.events.tokens import RouteResponse
 from forebay.events.topics import REQUESTS
 from forebay.ingress.adapters import Adapters
@@ -18,7 +19,7 @@ from forebay.ingress.commands import CommandClient
 from forebay.ingress.errors import ApiError, no_router
 from forebay.ingress.front import Front
 from forebay.ingress.pool_settings import PoolConfigurator
-from forebay.ingress.prepare import PreparedRequest
+from forebay.ingress.prepare import PreparedRequest, submissions
 from forebay.ingress.settings import IngressSettings
 from forebay.ingress.streams import Stream
 from forebay.transport.base import Draft, LogError, LogFull
@@ -154,24 +155,30 @@ class GroupClient:
             for disagg in [pool.router.disagg]
         )
 
-    async def submit(self, request_id: str, prepared: PreparedRequest) -> Stream:
-        """Append a request with a unique id to the log, and return the stream of its response.
+    def submissions(self, request_id: str, prepared: Sequence[PreparedRequest]) -> list[RequestSubmitted]:
+        """Return the events that submit all parts of a request with a unique id."""
+        settings, at_us = self.settings, runtime.wall_us()
+        return submissions(
+            request_id,
+            prepared,
+            nonce=runtime.random_int(8),
+            reply_slot=settings.reply_slot,
+            reply_from=self.replies.position,
+            at_us=at_us,
+            created_s=at_us // 1_000_000,
+            ingress_id=settings.ingress_id,
+            incarnation=settings.incarnation,
+        )
+
+    async def submit(self, event: RequestSubmitted, on_change: Callable[[Stream], None] | None = None) -> Stream:
+        """Append a request to the log, and return the stream of its output, which calls `on_change` if it changes.
 
         Raises ApiError: 413 if the request is too large for a record, 503 if there is no router or the log fails.
         """
-        partition = self.require_partition()
-        event = prepared.submission(
-            request_id,
-            reply_slot=self.settings.reply_slot,
-            reply_from=self.replies.position,
-            nonce=runtime.random_int(8),
-            at_us=runtime.wall_us(),
-            ingress_id=self.settings.ingress_id,
-            incarnation=self.settings.incarnation,
-        )
-        stream = self.replies.open(request_id, event.reply_key)
+        partition, request_id = self.require_partition(), event.request_id
+        stream = self.replies.open(request_id, event.reply_key, on_change)
         try:
-            await self._append(partition, request_id, event)
+            stream.location = RequestLocation(partition, await self._append(partition, request_id, event))
         except BaseException as error:
             self.replies.close(request_id)
             if isinstance(error, asyncio.CancelledError):  # the append continues, but nobody reads its response
@@ -214,12 +221,13 @@ class GroupClient:
         owner = self.ready.presence.owner
         return None if owner is None else owner.policies
 
-    async def _append(self, partition: int, request_id: str, event: Event) -> None:
+    async def _append(self, partition: int, request_id: str, event: Event) -> int:
         try:
             async with asyncio.timeout(None) as limit:
                 check = asyncio.get_running_loop().call_later(CHECKED_S, self._check_owner, limit)
                 try:
-                    await self.front.log.append([_draft(partition, request_id, event)])
+                    (offset,) = await self.front.log.append([_draft(partition, request_id, event)])
+                    return offset
                 finally:
                     check.cancel()
         except TimeoutError as error:

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from forebay.events.request_ids import choice_ids
+from forebay.events.rendering import RENDERER_VERSION
+from forebay.events.requests import RequestSubmitted
 from forebay.ingress.bodies import AnyBody
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.group import GroupClient
@@ -13,21 +14,26 @@ from forebay.ingress.model import Model
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.nvext import RoutingHeaders, routing_headers
 from forebay.ingress.openai.requests import ChatBody, TextBody
-from forebay.ingress.parsers.selection import ParserFactory
+from forebay.ingress.parsers.selection import NONE, ParserFactory
 from forebay.ingress.prepare import PreparedRequest, Preparer, Target, TokenizedPrompt
-from forebay.ingress.response_fold import CompletionFold, EmbeddingFold, ResponseFold
+from forebay.ingress.response_fold import ResponseFold, fold_of
+from forebay.runtime.errors import ConfigError
 
 
 class LoadedModel:
-    """A model of the ingress, with its tokenizer and parsers. Raises ConfigError if a parser does not fit the model."""
+    """A model of the ingress, with its tokenizer and parsers. Raises ConfigError if a parser does not fit the model.
 
-    def __init__(self, group: GroupClient, model: Model) -> None:
+    `card` is the digest of the model card; empty for a model from a directory.
+    """
+
+    def __init__(self, group: GroupClient, model: Model, card: str = "") -> None:
         settings = group.settings
         self.group = group
         self._run, self._fetch = group.front.tokenizer_pool.run, group.front.fetcher.fetch
         self.model = model
         self.parsers = ParserFactory(model, settings.tool_call_parser, settings.reasoning_parser)
-        self._preparer = Preparer(model, self.parsers, settings)
+        self._parsers = {(self.parsers.tool_name, self.parsers.reasoning_name): self.parsers}
+        self._preparer = Preparer(model, self.parsers, settings, card)
 
     async def prepare(
         self, body: AnyBody, headers: Iterable[tuple[str, str]], name: str = "", *, is_patient: bool = False
@@ -44,10 +50,12 @@ class LoadedModel:
         Raises ApiError if the request is invalid or cannot be served.
         """
         lora_name = await self.group.adapters.resolve(name or body.model)
+        completion = body.completion
         try:
-            return await self._prepare(body.completion, headers, lora_name, is_patient=is_patient)
+            prompts, prepared = await self._prepare(completion, headers, lora_name, is_patient=is_patient)
         except ApiError as error:
             raise body.renamed(error) from None
+        return self._preparer.rendered(body, completion, prompts, prepared)
 
     async def _prepare(
         self,
@@ -56,7 +64,7 @@ class LoadedModel:
         lora_name: str,
         *,
         is_patient: bool,
-    ) -> list[PreparedRequest]:
+    ) -> tuple[list[TokenizedPrompt], list[PreparedRequest]]:
         steps = self._preparer
         if isinstance(body, EmbeddingBody):
             body.require_dimensions(self.model)
@@ -69,7 +77,7 @@ class LoadedModel:
             for index, token_ids in enumerate(await self._run(work, chars, is_patient=is_patient)):
                 await asyncio.sleep(0)  # thousands of inputs must not block other requests
                 prepared.append(steps.embed(body, index, token_ids, target))
-            return prepared
+            return [], prepared
         refs = steps.media_refs(body)
         prompts = await self._tokenize(body, refs, is_patient=is_patient)
         fetched = await self._fetch(refs)  # only after the text was validated
@@ -78,7 +86,7 @@ class LoadedModel:
             if number:
                 await asyncio.sleep(0)  # many prompts must not block other requests
             prepared += steps.choices(body, steps.complete(body, prompt, refs, fetched, target))
-        return prepared
+        return prompts, prepared
 
     async def tokenize(self, body: ChatBody | TextBody, name: str) -> list[int]:
         """Return the token ids of a chat, or of the only prompt of a text completion, for a model or adapter.
@@ -93,14 +101,23 @@ class LoadedModel:
         (prompt,) = await self._tokenize(body, refs)
         return prompt.token_ids
 
-    def fold(self, request_id: str, body: AnyBody, prepared: Sequence[PreparedRequest], created_s: int) -> ResponseFold:
-        """Return an empty response, which `ResponseFold.step` fills."""
-        if isinstance(body, EmbeddingBody):
-            return EmbeddingFold(request_id, body, sum(one.prompt_tokens for one in prepared), len(prepared))
-        parts = zip(choice_ids(request_id, len(prepared)), prepared, strict=True)
-        composers = [one.output.composer(self.model, self.parsers, name) for name, one in parts]
-        prompt_tokens = sum(one.prompt_tokens for one in prepared[:: body.choices_per_prompt])
-        return CompletionFold(request_id, body, prompt_tokens, composers, created_s)
+    def fold(self, first: RequestSubmitted) -> ResponseFold:
+        """Return the empty response to a request, given its first part on the log.
+
+        Raises ApiError if a later version of forebay submitted the request, or a parser is unusable.
+        """
+        rendering = first.rendering
+        assert rendering is not None, "the first part of a response has its rendering"
+        if rendering.version > RENDERER_VERSION:
+            text = f"a later version of forebay submitted the request {first.request_id}; update this ingress"
+            raise ApiError(501, "renderer_too_old", text)
+        names = rendering.tool_parser, rendering.reasoning_parser
+        try:
+            parsers = self._parsers.get(names) or ParserFactory(self.model, names[0] or NONE, names[1] or NONE)
+        except ConfigError as error:
+            raise ApiError(501, "parser_unusable", f"the request {first.request_id}: {error}") from error
+        self._parsers[names] = parsers
+        return fold_of(first, rendering, self.model, parsers)
 
     async def _tokenize(
         self, body: ChatBody | TextBody, refs: Sequence[MediaRef], *, is_patient: bool = False

@@ -3,7 +3,7 @@
 Theory of operation. `LoadedModel.prepare` calls the methods of `Preparer` in the order of this module. Between them it
 does the work that needs I/O or threads: it tokenizes in a pool, fetches media, and reads the block size.
 
-    routing -> media_refs -> render -> tokenize -> complete -> choices -> submission or query
+    routing -> media_refs -> render -> tokenize -> complete -> choices -> rendered -> submissions or query
 
 An embedding request takes `tokenize_inputs`, then `embed` for each input. Clock readings and random numbers are
 arguments, so equal arguments give an equal event, unless a chat template contains today's date.
@@ -19,6 +19,8 @@ from xxhash import xxh3_64_intdigest
 from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
 from forebay.events.base import U64_BYTES, pack_u32
 from forebay.events.media import Media
+from forebay.events.rendering import Rendering
+from forebay.events.request_ids import part_ids
 from forebay.events.requests import NO_HINTS, RequestSubmitted, RouteQueried, RoutingHints, Sampling, Task
 from forebay.ingress.chat_template import RENDERED_CHARS_MAX
 from forebay.ingress.errors import invalid
@@ -28,12 +30,10 @@ from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.nvext import Nvext, RoutedBody, RoutingHeaders, reject_hints, routing_of
 from forebay.ingress.openai.requests import ChatBody, CompletionBody, TextBody
 from forebay.ingress.openai.sampling import PROMPT_TOKENS_MAX, SEED_MAX, sampling_of
-from forebay.ingress.parsers.composer import OutputPlan
-from forebay.ingress.parsers.selection import ParseOptions, ParserFactory
+from forebay.ingress.parsers.selection import ParserFactory
 from forebay.ingress.settings import IngressSettings
 from forebay.ingress.tokenizer import encode_prompt
 
-PLAIN = OutputPlan()
 EMBEDDING = Sampling(max_tokens=1, temperature=0.0)  # no tokens are generated, so sampling has no effect
 
 
@@ -52,12 +52,12 @@ class TokenizedPrompt:
 
     Attributes:
         token_ids: token ids, with one placeholder per image or video.
-        parsing: None for a text completion, which is not parsed.
+        is_open: whether the response begins inside of reasoning.
         echo: text with which the response begins; empty unless the client requested the text of its prompt.
     """
 
     token_ids: list[int]
-    parsing: ParseOptions | None = None
+    is_open: bool = False
     echo: str = ""
 
 
@@ -71,6 +71,7 @@ class PreparedRequest:
             adapter and on `cache_namespace`.
         cache_namespace: salt of the block hashes. Requests share KV blocks only if their salts are equal.
         kv_pin_s: seconds for which the worker keeps the KV of the prompt.
+        rendering: how the output becomes the response, still without its time; None for later parts of a response.
     """
 
     model: str
@@ -83,9 +84,9 @@ class PreparedRequest:
     sampling: Sampling
     routing: RoutingHints
     timeout_us: int
-    output: OutputPlan = PLAIN
     task: Task = "generate"
     kv_pin_s: int = 0
+    rendering: Rendering | None = None
 
     def submission(
         self,
@@ -121,6 +122,7 @@ class PreparedRequest:
             ingress_incarnation=incarnation,
             patient=patient,
             kv_pin_s=self.kv_pin_s,
+            rendering=self.rendering,
         )
 
     def query(self, request_id: str, *, reply_slot: int, nonce: int, at_us: int) -> RouteQueried:
@@ -146,13 +148,41 @@ def tie_seed_of(nonce: int) -> int:
     return xxh3_64_intdigest(nonce.to_bytes(U64_BYTES, "little"))
 
 
+def part_nonce(nonce: int, index: int) -> int:
+    """Return the nonce of a part of a response, from the nonce of the first part and the position of this one."""
+    return xxh3_64_intdigest(nonce.to_bytes(U64_BYTES, "little"), index) if index else nonce
+
+
+def submissions(
+    request_id: str, prepared: Sequence[PreparedRequest], *, nonce: int, created_s: int, **facts: Any
+) -> list[RequestSubmitted]:
+    """Return the events that submit all parts of a request.
+
+    Args:
+        nonce: nonce of the first part.
+        created_s: time of creation in the response, as Unix time in seconds.
+        facts: the other arguments of `PreparedRequest.submission`.
+    """
+    ids = part_ids(request_id, len(prepared))
+    first, *others = (
+        part.submission(ids[index], nonce=part_nonce(nonce, index), **facts) for index, part in enumerate(prepared)
+    )
+    assert first.rendering is not None
+    rendering = msgspec.structs.replace(first.rendering, created_s=created_s)
+    return [msgspec.structs.replace(first, rendering=rendering), *others]
+
+
 @dataclass(frozen=True, slots=True)
 class Preparer:
-    """Turns request bodies into prepared requests, in several methods. Each raises ApiError for an invalid request."""
+    """Turns request bodies into prepared requests, in several methods. Each raises ApiError for an invalid request.
+
+    `card` is the digest of the model card; empty for a model from a directory.
+    """
 
     model: Model
     parsers: ParserFactory
     settings: IngressSettings
+    card: str = ""
 
     def routing(self, nvext: Nvext | None, headers: RoutingHeaders) -> RoutingHints:
         """Return the routing hints in the body (`nvext`) and the headers of a request.
@@ -206,8 +236,7 @@ class Preparer:
             assert isinstance(rendered, str), "a chat is rendered to text"
             self.parsers.require(body.choice)
             token_ids = encode_prompt(self.model, rendered, "prompt", "messages")
-            parsing = ParseOptions(body.choice, self.parsers.is_open(rendered), prompt_ids=token_ids)
-            prompt = TokenizedPrompt(token_ids, parsing)
+            prompt = TokenizedPrompt(token_ids, is_open=self.parsers.is_open(rendered))
         elif isinstance(rendered, str):
             special = body.add_special_tokens is not False
             token_ids = encode_prompt(self.model, rendered, "prompt", "prompt", special=special)
@@ -226,21 +255,12 @@ class Preparer:
         fetched: Sequence[FetchedMedia],
         target: Target,
     ) -> PreparedRequest:
-        expanded, parsing = ExpandedPrompt(prompt.token_ids), prompt.parsing
+        expanded = ExpandedPrompt(prompt.token_ids)
         if self.model.media.ids:
             expanded = self.model.media.expand(prompt.token_ids, refs, fetched)
         max_tokens = self._output_tokens_max(body, len(expanded.token_ids))
         sampling = sampling_of(body, max_tokens, self.model.vocabulary_size)
-        if parsing is not None and sampling.structured is not None:
-            parsing = replace(parsing, structured=True)
-        output = OutputPlan(
-            stops=body.stop_strings,
-            parsing=parsing,
-            logprobs=sampling.logprobs,
-            special=body.skip_special_tokens is False,
-            echo=prompt.echo,
-        )
-        return self._prepared(body, expanded, sampling, target, "prompt", output)
+        return self._prepared(body, expanded, sampling, target, "prompt")
 
     def choices(self, body: ChatBody | TextBody, prepared: PreparedRequest) -> list[PreparedRequest]:
         """Return one request per choice of a prompt. As in vLLM, the seed of a choice is the seed plus its position."""
@@ -251,6 +271,45 @@ class Preparer:
             else replace(prepared, sampling=msgspec.structs.replace(prepared.sampling, seed=(seed + number) & SEED_MAX))
             for number in range(body.choices_per_prompt)
         ]
+
+    def rendered(
+        self,
+        body: RoutedBody,
+        completion: ChatBody | TextBody | EmbeddingBody,
+        prompts: Sequence[TokenizedPrompt],
+        prepared: Sequence[PreparedRequest],
+    ) -> list[PreparedRequest]:
+        """Return all parts of a request, the first one with what the response to the body needs besides the output."""
+        first, *others = prepared
+        fields: dict[str, Any] = {}
+        if isinstance(completion, ChatBody):
+            fields = {
+                "is_chat": True,
+                "is_open": prompts[0].is_open,
+                "tools": completion.choice.encoded(),
+                "tool_parser": self.parsers.tool_name,
+                "reasoning_parser": self.parsers.reasoning_name,
+            }
+        if not isinstance(completion, EmbeddingBody):
+            fields |= {
+                "choices_per_prompt": completion.choices_per_prompt,
+                "stream": bool(completion.stream),
+                "stops": tuple(completion.stop_strings),
+                "special": completion.skip_special_tokens is False,
+                "echo": tuple(prompt.echo for prompt in prompts) if any(prompt.echo for prompt in prompts) else (),
+            }
+        per_prompt = fields.get("choices_per_prompt", 1)
+        rendering = Rendering(
+            api=body.endpoint,
+            model=body.model,
+            created_s=0,
+            card=self.card,
+            parts=len(prepared),
+            prompt_tokens=sum(one.prompt_tokens for one in prepared[::per_prompt]),
+            options=body.options,
+            **fields,
+        )
+        return [replace(first, rendering=rendering), *others]
 
     def tokenize_inputs(self, inputs: Sequence[str | list[int]]) -> list[list[int]]:
         return [
@@ -282,7 +341,6 @@ class Preparer:
         sampling: Sampling,
         target: Target,
         where: str,
-        output: OutputPlan = PLAIN,
         task: Task = "generate",
     ) -> PreparedRequest:
         """Return the request for a prompt. Raises ApiError for an empty prompt and for unknown token ids."""
@@ -304,7 +362,6 @@ class Preparer:
             sampling=sampling,
             routing=target.routing,
             timeout_us=max(1, round(self.settings.timeout_s * 1e6)),
-            output=output,
             task=task,
             kv_pin_s=0 if task == "embed" else body.kv_pin_s,
         )

@@ -1,4 +1,4 @@
-"""Encode OpenAI's response objects as JSON. The constant parts of stream chunks are encoded once per response."""
+"""Encode OpenAI's completion objects as JSON. The constant parts of stream chunks are encoded once per response."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,58 +6,77 @@ from typing import Any
 import msgspec
 
 from forebay.events.decisions import ScoredCandidate
+from forebay.events.rendering import Rendering
 from forebay.events.tokens import RouteResponse, Usage
-from forebay.ingress.formatter import ServingInfo
+from forebay.ingress.formatter import Formatter, ServingInfo, SseEvent, WholeChoice
+from forebay.ingress.openai.requests import CompletionOptions
 from forebay.ingress.parsers.deltas import DecodedLogprob, OutputDelta, ToolCallDelta
 
 _encode = msgspec.json.encode
 
 
-class ResponseFormatter:
-    """Encodes one choice of a completion as JSON. `names_worker` adds the worker ids as the extension `nvext`."""
+class CompletionFormatter(Formatter):
+    """Encodes the response to a chat or text completion."""
 
-    def __init__(
-        self, *, chat: bool, response_id: str, model: str, created: int, index: int = 0, names_worker: bool = False
-    ) -> None:
-        self._chat = chat
-        self._index = index
-        self._names_worker = names_worker
+    done = b"data: [DONE]\n\n"
+
+    def __init__(self, rendering: Rendering, response_id: str) -> None:
+        super().__init__(rendering, response_id)
+        options = msgspec.json.decode(rendering.options or "{}", type=CompletionOptions)
+        self._chat = chat = rendering.api == "chat_completions"
+        self._names_worker = options.names_worker
+        self._includes_usage = options.includes_usage
+        self.counts_each_event = options.counts_each_chunk
         kind = "chat.completion" if chat else "text_completion"
-        self._head = {"id": response_id, "object": kind, "created": created, "model": model}
-        chunk_head = dict(self._head, object="chat.completion.chunk" if chat else kind)
-        opened = _encode(chunk_head)[:-1] + b',"choices":[{"index":%d,' % index
-        self._open = opened + (b'"delta":{"content":' if chat else b'"text":')
-        self._first = opened + b'"delta":{"role":"assistant","content":' if chat else self._open
+        self._head = {"id": response_id, "object": kind, "created": rendering.created_s, "model": rendering.model}
+        self._chunk_head = dict(self._head, object="chat.completion.chunk" if chat else kind)
+        self._opened = _encode(self._chunk_head)[:-1] + b',"choices":[{"index":'
         self._shut = (b"}" if chat else b"") + b',"logprobs":null,"finish_reason":null}]}'
-        self._chunk_head = chunk_head
-        self._offset = 0  # position of the next token in the text, for `text_offset`
+        # By choice, what precedes the text of its next chunk (empty before the first), and the length of its tokens.
+        self._opens = [b""] * rendering.parts
+        self._offsets = [0] * rendering.parts
 
-    def delta(self, delta: OutputDelta, *, first: bool) -> bytes:
-        """Return the stream chunk for a part of the output. The `first` chunk of a chat contains the role."""
+    def delta(self, index: int, delta: OutputDelta) -> list[SseEvent]:
+        """Return the chunk for a part of the output. The first chunk of a choice of a chat contains the role."""
+        opens = self._opens[index]
+        if is_first := not opens:
+            opened = self._opened + b"%d," % index
+            self._opens[index] = opened + (b'"delta":{"content":' if self._chat else b'"text":')
+            opens = opened + b'"delta":{"role":"assistant","content":' if self._chat else self._opens[index]
         if not (delta.reasoning or delta.calls or delta.logprobs):
-            return (self._first if first else self._open) + _encode(delta.content) + self._shut
+            return [SseEvent(opens + _encode(delta.content) + self._shut)]
         content: dict[str, Any] = {"text": delta.content}
         if self._chat:
-            fields: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
+            fields: dict[str, Any] = {"role": "assistant", "content": ""} if is_first else {}
             if delta.content:
                 fields["content"] = delta.content
             if delta.calls:
                 fields["tool_calls"] = [_call_delta(call) for call in delta.calls]
             content = {"delta": fields | _reasoning(delta)}
-        choice = {"index": self._index, **content, "logprobs": self._logprobs(delta), "finish_reason": None}
-        return _encode({**self._chunk_head, "choices": [choice]})
+        choice = {"index": index, **content, "logprobs": self._logprobs(index, delta), "finish_reason": None}
+        return [SseEvent(_encode({**self._chunk_head, "choices": [choice]}))]
 
-    def last(self, reason: str, served: ServingInfo) -> bytes:
-        """Return the stream chunk after the output, with the finish reason and the extensions `forebay` and `nvext`."""
+    def close(self, index: int, reason: str, served: ServingInfo) -> list[SseEvent]:
+        """Return the chunk after the output, with the finish reason and the extensions `forebay` and `nvext`."""
         content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        choice = {"index": self._index, **content, "logprobs": None, "finish_reason": reason}
-        return _encode({**self._chunk_head, "choices": [choice], **self._extensions([served])})
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": reason}
+        return [SseEvent(_encode({**self._chunk_head, "choices": [choice], **self._extensions([served])}))]
 
-    def usage(self, usage: Usage) -> bytes:
-        """Return the last stream chunk, with the token counts. `stream_options.include_usage` requests it."""
-        return _encode({**self._chunk_head, "choices": [], "usage": usage_of(usage)})
+    def finish(self, usage: Usage) -> list[SseEvent]:
+        """Return the chunk with the token counts, if `stream_options.include_usage` requests it."""
+        if not self._includes_usage:
+            return []
+        return [SseEvent(_encode({**self._chunk_head, "choices": [], "usage": usage_of(usage)}))]
 
-    def choice(self, delta: OutputDelta, reason: str) -> dict[str, Any]:
+    def with_usage(self, event: SseEvent, usage: Usage) -> SseEvent:
+        return SseEvent(event.data[:-1] + b',"usage":' + _encode(usage_of(usage)) + b"}")
+
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
+        listed = [self._choice(index, one.output, one.reason) for index, one in enumerate(choices)]
+        extensions = self._extensions([one.served for one in choices])
+        return _encode({**self._head, "choices": listed, "usage": usage_of(usage), **extensions})
+
+    def _choice(self, index: int, delta: OutputDelta, reason: str) -> dict[str, Any]:
         content: dict[str, Any] = {"text": delta.content}
         if self._chat:
             message: dict[str, Any] = {"role": "assistant", "content": delta.content, "refusal": None}
@@ -65,20 +84,17 @@ class ResponseFormatter:
             if delta.calls:
                 message |= {"content": delta.content or None, "tool_calls": [_call(call) for call in delta.calls]}
             content = {"message": message}
-        return {"index": self._index, **content, "logprobs": self._logprobs(delta), "finish_reason": reason}
+        return {"index": index, **content, "logprobs": self._logprobs(index, delta), "finish_reason": reason}
 
-    def whole(self, choices: Sequence[dict[str, Any]], usage: Usage, served: Sequence[ServingInfo]) -> bytes:
-        return _encode({**self._head, "choices": choices, "usage": usage_of(usage), **self._extensions(served)})
-
-    def _logprobs(self, delta: OutputDelta) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, delta: OutputDelta) -> dict[str, Any] | None:
         if not delta.logprobs:
             return None
         if self._chat:
             return {"content": [_logprob(one) for one in delta.logprobs], "refusal": None}
         offsets = []
         for one in delta.logprobs:
-            offsets.append(self._offset)
-            self._offset += len(one.text)
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(one.text)
         return {
             "text_offset": offsets,
             "tokens": [_name(one) for one in delta.logprobs],
@@ -124,11 +140,6 @@ def _name(one: DecodedLogprob) -> str:
 
 def _alternative(one: DecodedLogprob) -> dict[str, Any]:
     return {"token": one.text, "logprob": one.logprob, "bytes": [*one.token]}
-
-
-def with_usage(chunk: bytes, usage: Usage) -> bytes:
-    """Return a stream chunk with the token counts so far. `stream_options.continuous_usage_stats` requests them."""
-    return chunk[:-1] + b',"usage":' + _encode(usage_of(usage)) + b"}"
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:

@@ -1,49 +1,78 @@
 """Fold the events of a reply slot into the response for a client. Performs no I/O and reads no clock.
 
-Theory of operation. A `ResponseState` collects the valid output of one request on the log. When it has changed, the
-HTTP API or the Kafka API calls `step`, which takes the new output and returns the JSON objects to send: for a stream
-one chunk per call, at the end of a choice also a chunk with its finish reason, and at last the usage chunk; otherwise
-nothing until the whole response object.
+Theory of operation. A `ResponseState` collects the valid output of one request on the log. When it has changed, `step`
+takes the new output and returns the events to send: for a stream those of each token position, otherwise nothing until
+the whole response. The events depend on the first submission of the request, the id of the response and the order of
+the records in the slot, but not on how many records a step takes. So every ingress makes the same events, from any
+position. The id of an event is `choice-position-part`: the position is the number of tokens of the choice before the
+event, and the part is the number of events of the choice since that token.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import NamedTuple
 
 from forebay.core.state.reply_slot import ResponseState
-from forebay.events.request_ids import choice_ids, client_id_of, part_id
-from forebay.events.tokens import TokenLogprob, Usage
+from forebay.events.rendering import Rendering
+from forebay.events.request_ids import client_id_of, part_ids, whole_id
+from forebay.events.requests import RequestSubmitted
+from forebay.events.tokens import ResponseEnded, TokenLogprob, Usage
 from forebay.ingress.errors import RETRY_AFTER_S, RETRY_STATUSES, ApiError
-from forebay.ingress.formatter import ServingInfo
-from forebay.ingress.openai.embeddings import EmbeddingBody, embeddings
-from forebay.ingress.openai.requests import ChatBody, TextBody
-from forebay.ingress.parsers.composer import Composer
+from forebay.ingress.formats import FORMATTERS, formatter_of
+from forebay.ingress.formatter import Formatter, ServingInfo, SseEvent, WholeChoice
+from forebay.ingress.model import Model
+from forebay.ingress.openai.embeddings import embeddings
+from forebay.ingress.openai.tools import decode_selection
+from forebay.ingress.parsers.composer import Composer, OutputPlan
 from forebay.ingress.parsers.deltas import EMPTY_DELTA, OutputDelta, merge_deltas
-from forebay.ingress.render import ResponseFormatter, with_usage
+from forebay.ingress.parsers.selection import ParseOptions, ParserFactory
+
+
+class StreamEvent(NamedTuple):
+    """Event of a stream, or the only one of a whole response.
+
+    Attributes:
+        id: `choice-position-part`; empty for an event that another ingress does not repeat, and for a whole response.
+        data: JSON object.
+        name: name of the event; empty if the API names no events.
+    """
+
+    id: str
+    data: bytes
+    name: str = ""
+
+    def encoded(self) -> bytes:
+        """Return the event as a server-sent event."""
+        event_id, name = (self.id and f"id: {self.id}\n"), (self.name and f"event: {self.name}\n")
+        return b"%b%bdata: %b\n\n" % (event_id.encode(), name.encode(), self.data)
 
 
 class ResponseFold(ABC):
     """Builds the response to one request of a client from the events of the reply slot.
 
     Attributes:
+        request_id: id of the request of the client.
         ids: ids of the requests on the log, one per choice or input.
         cached_tokens: number of prompt tokens that the engine found in its cache; 0 until the response is over.
         is_over: whether the response is complete, successfully or with an error.
         error: error that ended the response; None for success, or if it is not over.
     """
 
-    def __init__(
-        self, endpoint: str, request_id: str, ids: Sequence[str], prompt_tokens: int, *, stream: bool = False
-    ) -> None:
-        self.endpoint = endpoint
-        self.request_id = request_id
-        self.ids = ids
-        self.prompt_tokens = prompt_tokens
-        self.stream = stream
+    done = b""  # bytes after the last event of a stream that succeeded
+
+    def __init__(self, first: RequestSubmitted, rendering: Rendering) -> None:
+        self.rendering = rendering
+        self.endpoint = rendering.api
+        self.stream = rendering.stream
+        self.prompt_tokens = rendering.prompt_tokens
+        self.request_id = whole_id(first.request_id, rendering.parts)
+        self.ids = part_ids(self.request_id, rendering.parts)
         self.cached_tokens = 0
         self.output_tokens = 0
         self.is_over = False
         self.error: ApiError | None = None
+        self._failed_at: int | None = None
 
     @property
     def client_id(self) -> str:
@@ -57,31 +86,49 @@ class ResponseFold(ABC):
             return ""
         return "stop" if self.error is None else self.error.code
 
-    def step(self, state: ResponseState, index: int = 0) -> list[bytes]:
-        """Take the output of one request on the log since the previous step, and return the JSON objects to send.
+    def begin(self, response_id: str) -> list[StreamEvent]:
+        """Set the id of the response before the first step, and return the events before any output."""
+        return []
 
-        The call removes the output from `state`. `index` is the position of the choice or input, from 0.
+    def step(
+        self, state: ResponseState, index: int = 0, *, before: int | None = None, has_end: bool = True
+    ) -> list[StreamEvent]:
+        """Take the output of one request on the log since the previous step, and return the events to send.
+
+        The call removes the output from `state`. `index` is the position of the choice or input, from 0. To take only
+        the output of the first records that `state` has read, `before` is the position of the output after them, and
+        `has_end` whether they include its end.
         """
         if self.is_over or self.is_part_over(index):
             return []
-        token_ids, logprobs = state.tokens, state.logprobs
-        state.tokens, state.logprobs = [], []
+        token_ids, logprobs = state.take(before)
+        events: list[StreamEvent] = []
         try:
-            objects = self._push(state, index, token_ids, logprobs)
-        except ApiError as error:  # raised by a parser, or for a vector that is too short
-            self.fail(error)
-            return []
-        if not self.is_over and not self.is_part_over(index):
-            if state.gap:
-                lost = f"output tokens after the first {state.next_index} were lost; send the request again"
-                self.fail(ApiError(502, "tokens_missing", lost))
-            elif state.ended is not None and (reported := state.ended.error) is not None:
-                after_s = reported.retry_after_s or RETRY_AFTER_S
-                self.fail(ApiError(reported.status, reported.code, reported.message, retry_after_s=after_s))
-        return objects
+            self._push(events, state, index, token_ids, logprobs)
+            if has_end and not self.is_part_over(index):
+                if state.gap:
+                    lost = f"output tokens after the first {state.next_index} were lost; send the request again"
+                    raise ApiError(502, "tokens_missing", lost)
+                if state.ended is not None:
+                    if (error := state.ended.error) is not None:
+                        after_s = error.retry_after_s or RETRY_AFTER_S
+                        raise ApiError(error.status, error.code, error.message, retry_after_s=after_s)
+                    self._end(events, state, index, state.ended)
+        except ApiError as error:  # also of a parser, or for a vector that is too short
+            self.fail(error, index)
+        return events
 
-    def fail(self, error: ApiError) -> None:
-        self.is_over, self.error = True, error
+    def fail(self, error: ApiError, index: int | None = None) -> None:
+        """End the response with an error. `index` is the position of the part if its records have the error."""
+        self.is_over, self.error, self._failed_at = True, error, index
+
+    def error_body(self, error: ApiError) -> bytes:
+        """Return the body of a response with the HTTP status of an error."""
+        return error.encoded()
+
+    def error_events(self, error: ApiError) -> list[StreamEvent]:
+        """Return the events that end a stream with an error, which have ids if the error is on the log."""
+        return [StreamEvent("", self.error_body(error))]
 
     @abstractmethod
     def is_part_over(self, index: int) -> bool:
@@ -89,151 +136,201 @@ class ResponseFold(ABC):
 
     @abstractmethod
     def _push(
-        self, state: ResponseState, index: int, token_ids: list[int], logprobs: list[TokenLogprob]
-    ) -> list[bytes]:
-        """Return the JSON objects for new output. Set `is_over` after the last one.
+        self,
+        events: list[StreamEvent],
+        state: ResponseState,
+        index: int,
+        token_ids: list[int],
+        logprobs: list[TokenLogprob | None],
+    ) -> None:
+        """Add the events for new output. Set `is_over` after the last one. Raises ApiError for unusable output."""
 
-        Raises ApiError if the output is unusable, for example if a parser fails or an embedding is missing.
-        """
+    @abstractmethod
+    def _end(self, events: list[StreamEvent], state: ResponseState, index: int, ended: ResponseEnded) -> None:
+        """Add the events for the successful end of a request on the log. Raises ApiError if its output is missing."""
 
 
 class _Choice:
-    """State of one choice of a completion. `served` is None until it is complete.
+    """State of one choice of a completion.
 
-    `deltas` (output so far) and `content` (the complete choice) are used only if the response is not a stream.
+    Attributes:
+        position: number of tokens so far.
+        part: number of events since the last token.
+        has_delta: whether the stream has a delta of the choice.
+        deltas: the output so far, unless the response is a stream.
+        whole: reason of the end and workers, with the complete output unless the response is a stream; None before.
     """
 
-    __slots__ = ("composer", "content", "deltas", "formatter", "has_chunk", "served")
+    __slots__ = ("composer", "deltas", "has_delta", "part", "position", "whole")
 
-    def __init__(self, composer: Composer, formatter: ResponseFormatter) -> None:
+    def __init__(self, composer: Composer) -> None:
         self.composer = composer
-        self.formatter = formatter
-        self.served: ServingInfo | None = None
-        self.has_chunk = False
+        self.position = 0
+        self.part = 0
+        self.has_delta = False
         self.deltas: list[OutputDelta] = []
-        self.content: dict[str, Any] = {}
+        self.whole: WholeChoice | None = None
 
 
 class CompletionFold(ResponseFold):
-    """Builds the response to a chat or text completion request, with one composer per choice."""
+    """Builds the response to a completion request of any API, with one composer per choice."""
 
-    def __init__(
-        self,
-        request_id: str,
-        body: ChatBody | TextBody,
-        prompt_tokens: int,
-        composers: Sequence[Composer],
-        created_s: int,
-    ) -> None:
-        ids = choice_ids(request_id, len(composers))
-        super().__init__(body.endpoint, request_id, ids, prompt_tokens, stream=bool(body.stream))
-        self._per_prompt = body.choices_per_prompt
-        self._choices = [
-            _Choice(
-                composer,
-                ResponseFormatter(
-                    chat=isinstance(body, ChatBody),
-                    response_id=request_id,
-                    model=body.model,
-                    created=created_s,
-                    index=index,
-                    names_worker=body.names_worker,
-                ),
-            )
-            for index, composer in enumerate(composers)
-        ]
+    _formatter: Formatter
+
+    def __init__(self, first: RequestSubmitted, rendering: Rendering, composers: Sequence[Composer]) -> None:
+        super().__init__(first, rendering)
+        self._choices = [_Choice(composer) for composer in composers]
         self._missing = len(composers)
-        self._includes_usage = body.includes_usage
-        self._counts_each_chunk = body.counts_each_chunk
+
+    def begin(self, response_id: str) -> list[StreamEvent]:
+        self._formatter = formatter_of(self.rendering, response_id)
+        self.done = self._formatter.done
+        events: list[StreamEvent] = []
+        if self.stream:
+            self._emit(events, 0, self._formatter.begin())
+        return events
 
     def is_part_over(self, index: int) -> bool:
-        return self._choices[index].served is not None
+        return self._choices[index].whole is not None
+
+    def error_body(self, error: ApiError) -> bytes:
+        return FORMATTERS[self.rendering.api].error_body(error)
+
+    def error_events(self, error: ApiError) -> list[StreamEvent]:
+        found = self._formatter.error(error)
+        if error is not self.error or self._failed_at is None:
+            return [StreamEvent("", *one) for one in found]
+        events: list[StreamEvent] = []
+        self._emit(events, self._failed_at, found)
+        return events
 
     def _push(
-        self, state: ResponseState, index: int, token_ids: list[int], logprobs: list[TokenLogprob]
-    ) -> list[bytes]:
-        choice, delta, ended = self._choices[index], EMPTY_DELTA, state.ended
-        self.output_tokens += len(token_ids)
-        if token_ids:
-            delta = choice.composer.push(token_ids, logprobs)
-            if choice.composer.stop:
-                return self._close(state, index, delta, "stop")
-        if ended is not None and ended.error is None:
-            assert ended.usage is not None, "a response ends with its usage or an error"
-            if not index % self._per_prompt:  # the choices of a prompt share it, so it counts once
-                self.cached_tokens += ended.usage.cached_tokens
-            rest = choice.composer.finish()
-            reason = "content_filter" if ended.filtered else ended.finish_reason
-            return self._close(state, index, merge_deltas([delta, rest]) if rest else delta, reason)
-        return self._add(choice, delta) if token_ids else []
+        self,
+        events: list[StreamEvent],
+        state: ResponseState,
+        index: int,
+        token_ids: list[int],
+        logprobs: list[TokenLogprob | None],
+    ) -> None:
+        choice = self._choices[index]
+        composer = choice.composer
+        if composer.is_joinable and not self.stream:
+            choice.position += len(token_ids)
+            self.output_tokens += len(token_ids)
+            choice.deltas.append(composer.push(token_ids))
+            return
+        known = len(logprobs)
+        for at, token_id in enumerate(token_ids):
+            choice.position += 1
+            choice.part = 0
+            self.output_tokens += 1
+            self._add(events, index, composer.push([token_id], logprobs[at] if at < known else None))
+            if composer.stop:
+                served = state.served_at(choice.position - 1)
+                info = ServingInfo(self.ids[index], *served[1:], composer.stop)
+                self._close(events, index, "stop", info)
+                return
 
-    def _add(self, choice: _Choice, delta: OutputDelta) -> list[bytes]:
-        """Return the stream chunk of a delta, but none for an empty one after the first. Without a stream, keep it."""
+    def _end(self, events: list[StreamEvent], state: ResponseState, index: int, ended: ResponseEnded) -> None:
+        assert ended.usage is not None, "a response ends with its usage or an error"
+        choice = self._choices[index]
+        if not index % self.rendering.choices_per_prompt:  # the choices of a prompt share it, so it counts once
+            self.cached_tokens += ended.usage.cached_tokens
+        self._add(events, index, choice.composer.finish())
+        reason = "content_filter" if ended.filtered else ended.finish_reason
+        info = ServingInfo(self.ids[index], state.worker_id, state.rank, state.attempt, state.prefilled)
+        self._close(events, index, reason, info)
+
+    def _add(self, events: list[StreamEvent], index: int, delta: OutputDelta) -> None:
+        """Add the events of a delta, none for an empty one after the first. Without a stream, keep the delta."""
+        choice = self._choices[index]
         if not self.stream:
             choice.deltas.append(delta)
-            return []
-        if not delta and choice.has_chunk:
-            return []
-        chunk = choice.formatter.delta(delta, first=not choice.has_chunk)
-        choice.has_chunk = True
-        return [with_usage(chunk, self._usage()) if self._counts_each_chunk else chunk]
+        elif delta or not choice.has_delta:
+            choice.has_delta = True
+            self._emit(events, index, self._formatter.delta(index, delta), counts=self._formatter.counts_each_event)
+
+    def _close(self, events: list[StreamEvent], index: int, reason: str, served: ServingInfo) -> None:
+        choice, formatter = self._choices[index], self._formatter
+        reason = choice.composer.reason(reason)
+        output = merge_deltas(choice.deltas) if choice.deltas else EMPTY_DELTA
+        choice.whole, choice.deltas = WholeChoice(output, reason, served), []
+        self._missing -= 1
+        self.is_over = not self._missing
+        if self.stream:
+            self._emit(events, index, formatter.close(index, reason, served), counts=formatter.counts_each_event)
+            if self.is_over:
+                self._emit(events, index, formatter.finish(self._usage()))
+        elif self.is_over:
+            choices = [one.whole for one in self._choices if one.whole is not None]
+            events.append(StreamEvent("", formatter.whole(choices, self._usage())))
+
+    def _emit(self, events: list[StreamEvent], index: int, found: Sequence[SseEvent], *, counts: bool = False) -> None:
+        choice = self._choices[index]
+        for event in found:
+            data, name = self._formatter.with_usage(event, self._usage()) if counts else event
+            events.append(StreamEvent(f"{index}-{choice.position}-{choice.part}", data, name))
+            choice.part += 1
 
     def _usage(self) -> Usage:
         return Usage(
             prompt_tokens=self.prompt_tokens, output_tokens=self.output_tokens, cached_tokens=self.cached_tokens
         )
 
-    def _close(self, state: ResponseState, index: int, delta: OutputDelta, reason: str) -> list[bytes]:
-        choice = self._choices[index]
-        self._missing -= 1
-        self.is_over = not self._missing
-        formatter, reason = choice.formatter, choice.composer.reason(reason)
-        served = choice.served = ServingInfo(
-            self.ids[index], state.worker_id, state.rank, state.attempt, state.prefilled, choice.composer.stop
-        )
-        objects = self._add(choice, delta)
-        usage = self._usage()
-        if not self.stream:
-            choice.content = formatter.choice(merge_deltas(choice.deltas), reason)
-            choice.deltas = []
-            if not self.is_over:
-                return []
-            all_served = [one.served for one in self._choices if one.served is not None]
-            return [formatter.whole([one.content for one in self._choices], usage, all_served)]
-        last = formatter.last(reason, served)
-        objects.append(with_usage(last, usage) if self._counts_each_chunk else last)
-        if self.is_over and self._includes_usage:
-            objects.append(formatter.usage(usage))
-        return objects
-
 
 class EmbeddingFold(ResponseFold):
     """Builds the response to an embedding request: one vector per input, in the order of the inputs."""
 
-    def __init__(self, request_id: str, body: EmbeddingBody, prompt_tokens: int, inputs: int) -> None:
-        ids = [part_id(request_id, index) for index in range(inputs)]
-        super().__init__(body.endpoint, request_id, ids, prompt_tokens)
-        self._body = body
-        self._vectors = [b""] * inputs
-        self._missing = inputs
+    def __init__(self, first: RequestSubmitted, rendering: Rendering) -> None:
+        super().__init__(first, rendering)
+        self._vectors = [b""] * rendering.parts
+        self._missing = rendering.parts
 
     def is_part_over(self, index: int) -> bool:
         return bool(self._vectors[index])
 
     def _push(
-        self, state: ResponseState, index: int, token_ids: list[int], logprobs: list[TokenLogprob]
-    ) -> list[bytes]:
-        if state.ended is None or state.ended.error is not None:
-            return []
+        self,
+        events: list[StreamEvent],
+        state: ResponseState,
+        index: int,
+        token_ids: list[int],
+        logprobs: list[TokenLogprob | None],
+    ) -> None:
+        """Do nothing, because tokens are no part of an embedding."""
+
+    def _end(self, events: list[StreamEvent], state: ResponseState, index: int, ended: ResponseEnded) -> None:
         if not state.vector:
             raise ApiError(502, "embedding_missing", f"worker {state.worker_id or 'unknown'} returned no embedding")
         self._vectors[index] = state.vector
         self._missing -= 1
-        if self._missing:
-            return []
-        whole = embeddings(self._body, self._vectors, self.prompt_tokens)
-        self.is_over = True
-        return [whole]
+        if not self._missing:
+            events.append(StreamEvent("", embeddings(self.rendering, self._vectors)))
+            self.is_over = True
+
+
+def fold_of(first: RequestSubmitted, rendering: Rendering, model: Model, parsers: ParserFactory) -> ResponseFold:
+    """Return the empty response to a request, given its first part on the log and the rendering in it.
+
+    Raises ApiError if a parser rejects the tools.
+    """
+    if rendering.api == "embeddings":
+        return EmbeddingFold(first, rendering)
+    parsing = None
+    if rendering.is_chat:
+        parsing = ParseOptions(
+            decode_selection(rendering.tools),
+            rendering.is_open,
+            structured=first.sampling.structured is not None,
+            prompt=first.token_ids,
+        )
+    plan = OutputPlan(rendering.stops, parsing, first.sampling.logprobs, special=rendering.special)
+    request_id, per_prompt = whole_id(first.request_id, rendering.parts), rendering.choices_per_prompt
+    composers = []
+    for index, name in enumerate(part_ids(request_id, rendering.parts)):
+        echo = rendering.echo[index // per_prompt] if rendering.echo else ""
+        composers.append(replace(plan, echo=echo).composer(model, parsers, name))
+    return CompletionFold(first, rendering, composers)
 
 
 def was_rejected(state: ResponseState) -> bool:

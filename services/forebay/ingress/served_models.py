@@ -345,7 +345,7 @@ class ServedModels:
         try:
             async with asyncio.timeout(CARD_S):
                 await self._store.stored(card)
-            loaded = LoadedModel(entry.group, await open_model(self._store, card, self._folder))
+            loaded = LoadedModel(entry.group, await open_model(self._store, card, self._folder), card)
         except TimeoutError:
             text = f"the model card {card} of {entry.name} is not on the topic models"
             raise self._failed(entry, card, ApiError(503, "no_model_card", text)) from None

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from forebay.core.state.reply_slot import ResponseState, apply
 from forebay.events.codec import DecodeError, decode
+from forebay.events.request_ids import RequestLocation
 from forebay.events.tokens import CommandResponse, RouteResponse, TokenEvent
 from forebay.events.topics import TOKENS
 from forebay.ingress.drain import SHUTTING_DOWN
@@ -27,14 +28,18 @@ CallT = TypeVar("CallT", RouteResponse, CommandResponse)
 class Stream(ResponseState):
     """Output of one request on the log that the ingress has read and the response has not used yet.
 
-    `interrupt_reason` is why the ingress reads no more events of the request; None while it does.
+    Attributes:
+        location: location of the request; None before the log has acknowledged it.
+        interrupt_reason: why the ingress reads no more events of the request; None while it does.
     """
 
-    __slots__ = ("_waiter", "interrupt_reason")
+    __slots__ = ("_on_change", "_waiter", "interrupt_reason", "location")
 
-    def __init__(self, key: int = 0) -> None:
+    def __init__(self, key: int = 0, on_change: "Callable[[Stream], None] | None" = None) -> None:
         super().__init__(key)
+        self.location: RequestLocation | None = None
         self.interrupt_reason: str | None = None
+        self._on_change = on_change
         self._waiter: asyncio.Future[None] | None = None
 
     def interrupt(self, reason: str) -> None:
@@ -53,6 +58,8 @@ class Stream(ResponseState):
             self._waiter = None
 
     def notify(self) -> None:
+        if self._on_change is not None:
+            self._on_change(self)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -140,13 +147,13 @@ class ReplyReader:
     def __len__(self) -> int:
         return len(self._streams) + len(self._calls)
 
-    def open(self, request_id: str, key: int) -> Stream:
+    def open(self, request_id: str, key: int, on_change: "Callable[[Stream], None] | None" = None) -> Stream:
         """Register a request with a new id, and return the stream that receives its events.
 
-        As in `call`, events with another `reply_key` than `key` are ignored.
+        As in `call`, events with another `reply_key` than `key` are ignored. `on_change` is called after each event.
         """
         assert request_id not in self
-        stream = self._streams[request_id] = Stream(key)
+        stream = self._streams[request_id] = Stream(key, on_change)
         return stream
 
     def close(self, request_id: str) -> None:

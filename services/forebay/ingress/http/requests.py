@@ -77,10 +77,11 @@ async def respond(request: Request, models: ServedModels, kind: type[AnyBody]) -
         group.require_capacity(body.endpoint)
         prepared = await model.prepare(body, request.headers.items(), name)
         add_fields(request.scope, model=body.model)
-    fold = model.fold(request_id, body, prepared, created_s=int(runtime.wall_s()))
-    if fold.ids != [request_id]:
-        return PartsResponse(group, fold, prepared, began_s)
-    return OneResponse(group, fold, await group.submit(request_id, prepared[0]), began_s)
+    first, *others = group.submissions(request_id, prepared)
+    fold = model.fold(first)
+    if others:
+        return PartsResponse(group, fold, [first, *others], began_s)
+    return OneResponse(group, fold, await group.submit(first), began_s)
 
 
 def error_response(front: Front, error: Exception) -> Response:

@@ -6,30 +6,31 @@ connections. A later error is the last event of the stream.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from forebay import runtime
+from forebay.events.request_ids import RequestLocation, public_id
+from forebay.events.requests import RequestSubmitted
 from forebay.ingress.access_log import add_fields
 from forebay.ingress.commands import GRACE_S
 from forebay.ingress.errors import ApiError, deadline_exceeded
 from forebay.ingress.group import GroupClient
 from forebay.ingress.openai.embeddings import EmbeddingBody
-from forebay.ingress.prepare import PreparedRequest
-from forebay.ingress.response_fold import ResponseFold, was_rejected
+from forebay.ingress.response_fold import ResponseFold, StreamEvent, was_rejected
 from forebay.ingress.streams import Stream, interruption
 
 PARTS_IN_FLIGHT_MAX = 64  # per client request, so that other requests are interleaved
 DISCONNECTED = "client disconnected"
 TIMED_OUT = "deadline"
-BEGIN, END = b"data: ", b"\n\n"  # begin and end of a server-sent event
-DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
 SILENT_S = 10.0  # proxies close connections that are silent for 30 to 60 s
 STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]  # nginx must not buffer events
-OBJECTS_MAX = 1_024  # of several choices; a client that reads more slowly lets output wait as token ids
+EVENTS_MAX = 1_024  # of several choices; a client that reads more slowly lets output wait as token ids
 
 
 class OneResponse(Response):
@@ -51,6 +52,9 @@ class OneResponse(Response):
         self._is_started = False
         self._is_silent = False  # no event was sent for `SILENT_S`
         self._sent_s = 0.0  # time of the last event on the clock of the event loop
+        self._events: list[StreamEvent] = []  # before any output
+        if stream.location is not None:
+            self._begin(stream.location)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = self._stream
@@ -79,6 +83,9 @@ class OneResponse(Response):
                 **ttft,
             )
 
+    def _begin(self, location: RequestLocation) -> None:
+        self._events = self._fold.begin(public_id(self._fold.request_id, location))
+
     def _close(self) -> None:
         stream, fold = self._stream, self._fold
         self._group.replies.close(fold.request_id)
@@ -95,9 +102,10 @@ class OneResponse(Response):
             except ApiError as error:
                 self._metrics.reject(error.code)
                 if self._is_started:
-                    await send({"type": "http.response.body", "body": BEGIN + error.encoded() + END})
+                    body = b"".join([event.encoded() for event in self._fold.error_events(error)])
+                    await send({"type": "http.response.body", "body": body})
                 else:
-                    await error.send(send, self._fold.client_id)
+                    await error.send(send, self._fold.client_id, self._fold.error_body(error))
                 return "error"
             finally:
                 deadline.cancel()
@@ -114,14 +122,14 @@ class OneResponse(Response):
         self._watch()
         try:
             while True:
-                chunks = await self._next()
+                events = await self._next()
                 self._is_silent, self._sent_s = False, loop.time()
                 if not self._is_started:
                     self._is_started = True
                     await send(self._start(b"text/event-stream; charset=utf-8"))
-                body = BEGIN + (END + BEGIN).join(chunks) + END if chunks else COMMENT
+                body = b"".join([event.encoded() for event in events]) or COMMENT
                 if self._fold.is_over and self._fold.error is None:
-                    await send({"type": "http.response.body", "body": body + DONE})
+                    await send({"type": "http.response.body", "body": body + self._fold.done})
                     return
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         finally:
@@ -137,14 +145,17 @@ class OneResponse(Response):
         self._timer = loop.call_later(left_s if left_s > 0 else SILENT_S, self._watch)
 
     async def _send_whole(self, send: Send) -> None:
-        (body,) = await self._next()
+        (event,) = await self._next()
         self._is_started = True
-        await send(self._start(b"application/json", len(body)))
-        await send({"type": "http.response.body", "body": body})
+        await send(self._start(b"application/json", len(event.data)))
+        await send({"type": "http.response.body", "body": event.data})
 
-    async def _next(self) -> list[bytes]:
-        """Return the next JSON objects of the response, none after a silence. Raises ApiError or _ClientGone."""
+    async def _next(self) -> list[StreamEvent]:
+        """Return the next events of the response, none after a silence. Raises ApiError or _ClientGone."""
         stream, fold = self._stream, self._fold
+        if events := self._events:
+            self._events = []
+            return events
         while True:
             if fold.error is not None:
                 if was_rejected(stream):
@@ -153,8 +164,8 @@ class OneResponse(Response):
             await stream.ready()
             if stream.tokens:
                 self._observe_tokens()
-            if objects := fold.step(stream):
-                return objects
+            if events := fold.step(stream):
+                return events
             if fold.error is None and stream.interrupt_reason is not None:
                 raise self._interruption(stream.interrupt_reason)
             if self._is_silent:
@@ -196,24 +207,26 @@ class OneResponse(Response):
 
 
 class PartsResponse(OneResponse):
-    """ASGI response that is several requests on the log, its choices or inputs. Chunks of a stream are interleaved.
+    """ASGI response that is several requests on the log, its choices or inputs. Events are in the order of the log.
 
     If a part fails or the client disconnects, all parts in flight are cancelled. The output of a part waits in its
     stream while the client reads more slowly.
     """
 
     def __init__(
-        self, group: GroupClient, fold: ResponseFold, parts: Sequence[PreparedRequest], began_s: float
+        self, group: GroupClient, fold: ResponseFold, parts: Sequence[RequestSubmitted], began_s: float
     ) -> None:
-        # No event is dispatched to this stream. It is notified when a step of the fold returned objects.
+        # No event is dispatched to this stream. It is notified when that of a part changes.
         super().__init__(group, fold, Stream(), began_s)
-        self._prepared = parts
+        self._submissions = parts
         self._parts = len(parts)
         self._capacity = asyncio.Semaphore(PARTS_IN_FLIGHT_MAX)
-        self._cut_reason = DISCONNECTED  # of parts that are cancelled while none has failed
-        self._objects: list[bytes] = []
-        self._has_room = asyncio.Event()
-        self._has_room.set()
+        self._streams: dict[int, Stream] = {}
+        self._over = [asyncio.Event() for _ in parts]
+        # Changes of all parts that the fold has not taken, in the order of the reply slot: the part, the position of
+        # its output after the change, and whether it has ended.
+        self._changes: deque[tuple[int, int, bool]] = deque()
+        self._has_begun = False
         self._failure: Exception | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -225,19 +238,18 @@ class PartsResponse(OneResponse):
         except ApiError as error:
             self._metrics.reject(error.code)
             self._metrics.rejected(self._fold.endpoint)
-            await error.send(send, self._fold.client_id)
+            await error.send(send, self._fold.client_id, self._fold.error_body(error))
             return
         work = asyncio.get_running_loop().create_task(self._run())
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._cut_reason = self._stream.interrupt_reason or DISCONNECTED
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             admission.leave(more)
 
     async def _run(self) -> None:
-        """Run all parts. `_next` raises the error of the first one that fails, which ends the others."""
+        """Run all parts. `_next` raises the error of the first one that cannot be submitted, which ends the others."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for index in range(self._parts):
@@ -247,54 +259,36 @@ class PartsResponse(OneResponse):
         self._stream.notify()
 
     async def _run_part(self, index: int) -> None:
+        group, fold, event = self._group, self._fold, self._submissions[index]
         async with self._capacity:
+            stream = await group.submit(event, partial(self._on_change, index))
             try:
-                stream = await self._group.submit(self._fold.ids[index], self._prepared[index])
-                await self._follow(stream, index)
-            except ApiError as error:
-                if self._fold.error is None:
-                    self._fold.fail(error)
-                raise
+                if not index:
+                    assert stream.location is not None
+                    self._begin(stream.location)
+                    self._has_begun = True
+                    self._stream.notify()
+                await self._over[index].wait()
+            finally:
+                group.replies.close(event.request_id)
+                if stream.ended is None:
+                    stopped = "stop" if fold.is_part_over(index) else fold.cancel_reason
+                    group.cancel(event.request_id, stopped or self._stream.interrupt_reason or DISCONNECTED)
 
-    async def _follow(self, stream: Stream, index: int) -> None:
-        group, fold, request_id = self._group, self._fold, self._fold.ids[index]
-        try:
-            while fold.error is None and not fold.is_part_over(index):
-                await stream.ready()
-                has_ended = stream.ended is not None  # perhaps before its append was acknowledged
-                await self._add(stream, fold.step(stream, index))
-                if has_ended:
-                    break
-                if stream.interrupt_reason is not None:
-                    self._cut_reason = stream.interrupt_reason
-                    raise interruption(stream.interrupt_reason)
-            if was_rejected(stream):
-                self._metrics.rejected(fold.endpoint)
-            if fold.error is not None:
-                raise group.observe(fold.error)
-        finally:
-            group.replies.close(request_id)
-            if stream.ended is None:
-                stopped = "stop" if fold.is_part_over(index) else ""
-                group.cancel(request_id, stopped or fold.cancel_reason or self._cut_reason)
-
-    async def _add(self, stream: Stream, objects: list[bytes]) -> None:
-        """Add the JSON objects of a part, and wait while the client has too many to read."""
-        if stream.next_index:
-            self._observe_tokens()
-        self._stream.worker_id = self._stream.worker_id or stream.worker_id
-        self._objects += objects
-        if objects:
-            self._stream.notify()
-        if len(self._objects) > OBJECTS_MAX:
-            self._has_room.clear()
-        await self._has_room.wait()
+    def _on_change(self, index: int, stream: Stream) -> None:
+        self._streams[index] = stream  # perhaps before its append was acknowledged
+        if stream.interrupt_reason is not None:
+            self._stream.interrupt(stream.interrupt_reason)
+        self._changes.append((index, stream.next_index, stream.ended is not None or stream.gap))
+        self._stream.notify()
 
     def _close(self) -> None:
-        """Do nothing, because `_follow` cancels the requests."""
+        """Do nothing, because `_run_part` cancels the requests."""
 
-    async def _next(self) -> list[bytes]:
-        while not self._objects:
+    async def _next(self) -> list[StreamEvent]:
+        while True:
+            if events := self._take():
+                return events
             if self._failure is not None:
                 raise self._failure
             if self._stream.interrupt_reason is not None:
@@ -302,9 +296,27 @@ class PartsResponse(OneResponse):
             if self._is_silent:
                 return []
             await self._stream.ready()
-        objects, self._objects = self._objects, []
-        self._has_room.set()
-        return objects
+
+    def _take(self) -> list[StreamEvent]:
+        """Return the events of the next changes. Raises ApiError if the response ends with an error."""
+        fold, events, self._events = self._fold, self._events, []
+        if fold.error is not None:
+            raise self._group.observe(fold.error)
+        while self._has_begun and self._changes and len(events) < EVENTS_MAX and not fold.is_over:
+            index, before, has_end = self._changes.popleft()
+            stream = self._streams[index]
+            if before:
+                self._observe_tokens()
+            self._stream.worker_id = self._stream.worker_id or stream.worker_id
+            events += fold.step(stream, index, before=before, has_end=has_end)
+            if fold.is_part_over(index):
+                self._over[index].set()
+            if fold.error is not None:
+                if was_rejected(stream):
+                    self._metrics.rejected(fold.endpoint)
+                if not events:
+                    raise self._group.observe(fold.error)
+        return events
 
 
 class _ClientGone(Exception):

@@ -29,6 +29,7 @@ from forebay.ingress.errors import ApiError, deadline_exceeded, internal_error, 
 from forebay.ingress.kafka_api.request import ReplyAddress, address, body_of, nonce_of, slot_of
 from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, ResponseRecord, WindowEntry
 from forebay.ingress.kafka_api.shared import SharedState
+from forebay.ingress.prepare import submissions
 from forebay.ingress.response_fold import was_rejected
 from forebay.ingress.streams import count_foreign
 from forebay.transport.base import Draft, LogError, Record, Tail
@@ -251,21 +252,23 @@ class PartitionServer:
         model, named = await self._shared.find(body.model, request_id)
         settings, headers = model.group.settings, (record.headers or {}).items()
         inputs = await model.prepare(body, headers, named, is_patient=True)
-        fold = model.fold(request_id, body, inputs, created_s=record.at_us // 1_000_000)
+        events = submissions(
+            request_id,
+            inputs,
+            nonce=nonce_of(record),
+            reply_slot=self._slot,
+            reply_from=entry.slot_from,
+            at_us=runtime.wall_us(),
+            created_s=record.at_us // 1_000_000,
+            ingress_id=settings.ingress_id,
+            patient=True,  # a client would only send it again, and the topic keeps it anyway
+        )
+        fold = model.fold(events[0])
         if where.request_id in self._shared.ids:
             text = f"the request id {where.request_id} is already in flight; use another id"
             raise ApiError(409, "duplicate_request_id", text)
         response = RecordResponse(entry, where, fold, model.group)
-        for index, (name, prepared) in enumerate(zip(fold.ids, inputs, strict=True)):
-            submission = prepared.submission(
-                name,
-                reply_slot=self._slot,
-                reply_from=entry.slot_from,
-                nonce=nonce_of(record),
-                at_us=runtime.wall_us(),
-                ingress_id=settings.ingress_id,
-                patient=True,  # a client would only send it again, and the topic keeps it anyway
-            )
+        for index, (name, submission) in enumerate(zip(fold.ids, events, strict=True)):
             request = self._pending[name] = PendingRequest(name, response, index, submission)
             self._pending_of.setdefault(settings.model_name, {})[name] = request
         self._shared.ids.add(where.request_id)

@@ -46,7 +46,7 @@ class WindowEntry:
 class RecordResponse:
     """Response to one record of `openai-requests`, which becomes one request on the log per choice or input."""
 
-    __slots__ = ("_began_s", "_sent", "entry", "fold", "group", "requests", "where")
+    __slots__ = ("_began_s", "_events", "_sent", "entry", "fold", "group", "requests", "where")
 
     def __init__(self, entry: WindowEntry, where: ReplyAddress, fold: ResponseFold, group: GroupClient) -> None:
         self.group = group
@@ -55,6 +55,7 @@ class RecordResponse:
         self.fold = fold
         self.requests: list[PendingRequest] = []
         self._sent = 0
+        self._events = fold.begin(fold.request_id)
         self._began_s = runtime.monotonic_s()
 
     def write_access(self, partition: int) -> None:
@@ -76,9 +77,9 @@ class RecordResponse:
         fold = self.fold
         if fold.is_over:
             return []
-        objects = fold.step(request, request.index)
-        ends = len(objects) if fold.is_over and fold.error is None else 0
-        records = [self._record(value, last=number == ends) for number, value in enumerate(objects, 1)]
+        events, self._events = self._events + fold.step(request, request.index), []
+        ends = len(events) if fold.is_over and fold.error is None else 0
+        records = [self._record(event.data, last=number == ends) for number, event in enumerate(events, 1)]
         return records if fold.error is None else [*records, self.fail(fold.error)]
 
     def fail(self, error: ApiError) -> ResponseRecord:

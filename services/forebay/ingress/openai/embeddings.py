@@ -12,9 +12,10 @@ import msgspec
 from pydantic import Field, model_validator
 
 from forebay.events.base import U32_BYTES
+from forebay.events.rendering import Rendering
 from forebay.ingress.errors import invalid
 from forebay.ingress.model import Model
-from forebay.ingress.openai.fields import Neutral, describe_non_empty
+from forebay.ingress.openai.fields import Neutral, describe_non_empty, encoded_options
 from forebay.ingress.openai.nvext import RoutedBody
 from forebay.ingress.openai.sampling import TokenIds, listed
 
@@ -44,6 +45,13 @@ NEUTRAL: Neutral = {
 IGNORED = frozenset({"user"})
 
 Tokens = Annotated[TokenIds, Field(min_length=1)]
+
+
+class EmbeddingOptions(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Fields of an embedding body that determine its response, as `Rendering.options` has them."""
+
+    dimensions: int | None = None
+    encoding_format: str | None = None
 
 
 class EmbeddingBody(RoutedBody):
@@ -81,6 +89,10 @@ class EmbeddingBody(RoutedBody):
         return self
 
     @property
+    def options(self) -> str:
+        return encoded_options(EmbeddingOptions(self.dimensions, self.encoding_format))
+
+    @property
     def inputs(self) -> list[str | list[int]]:
         return listed(self.input)
 
@@ -94,23 +106,24 @@ class EmbeddingBody(RoutedBody):
             raise invalid(f"dimensions is {self.dimensions}; this model supports: {known}", "dimensions")
 
 
-def embeddings(body: EmbeddingBody, vectors: list[bytes], prompt_tokens: int) -> bytes:
+def embeddings(rendering: Rendering, vectors: list[bytes]) -> bytes:
     """Return the response as JSON, from vectors of packed little-endian float32 in the order of the inputs.
 
     Raises ApiError if a vector has fewer dimensions than the client requested.
     """
+    options = msgspec.json.decode(rendering.options or "{}", type=EmbeddingOptions)
     data = [
-        {"object": "embedding", "index": index, "embedding": _embedding(packed, body)}
+        {"object": "embedding", "index": index, "embedding": _embedding(packed, options)}
         for index, packed in enumerate(vectors)
     ]
-    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
-    return msgspec.json.encode({"object": "list", "data": data, "model": body.model, "usage": usage})
+    usage = {"prompt_tokens": rendering.prompt_tokens, "total_tokens": rendering.prompt_tokens}
+    return msgspec.json.encode({"object": "list", "data": data, "model": rendering.model, "usage": usage})
 
 
-def _embedding(packed: bytes, body: EmbeddingBody) -> Any:
-    if body.dimensions is not None:
-        packed = _cut(packed, body.dimensions)
-    if body.encoding_format == "base64":
+def _embedding(packed: bytes, options: EmbeddingOptions) -> Any:
+    if options.dimensions is not None:
+        packed = _cut(packed, options.dimensions)
+    if options.encoding_format == "base64":
         return base64.b64encode(packed).decode()
     return array("f", packed).tolist()
 

@@ -9,6 +9,7 @@ from itertools import takewhile
 from math import isfinite
 from typing import Any, ClassVar, Self, TypeVar
 
+import msgspec
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -120,6 +121,12 @@ def _drop_unknown(value: Any) -> None:
             del extra[name]
         for part in value.__dict__.values():
             _drop_unknown(part)
+
+
+def encoded_options(options: msgspec.Struct) -> str:
+    """Return the options of a format as JSON for `Rendering.options`; empty if all have their defaults."""
+    text = msgspec.json.encode(options).decode()
+    return "" if text == "{}" else text
 
 
 def requires(name: str, value: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:

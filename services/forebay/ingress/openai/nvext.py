@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from forebay.events.control import RouterMode
 from forebay.events.numbers import PIN_S_MAX
+from forebay.events.rendering import Api
 from forebay.events.requests import NO_HINTS, RouterOverride, RoutingHints, TaintWeight
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.openai.fields import CheckedBody, Neutral, at_most
@@ -212,16 +213,21 @@ class RoutedBody(CheckedBody):
     """Base of the bodies of requests that workers run.
 
     Attributes:
-        endpoint: name of the route in metrics.
+        endpoint: API of the route, which is also its name in metrics.
         id_prefix: begin of the random id of a request whose client chose none.
     """
 
-    endpoint: ClassVar[str]
+    endpoint: ClassVar[Api]
     id_prefix: ClassVar[str]
 
     model: str
     cache_salt: Annotated[str, Field(max_length=NAME_CHARS_MAX)] | None = None
     nvext: Nvext | None = None
+
+    @property
+    def options(self) -> str:
+        """Fields that determine the response in the format of the API, as `Rendering.options` has them."""
+        return ""
 
     @property
     def cache_namespace(self) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+import msgspec
 from pydantic import Field, model_validator
 
 from forebay.events.names import unknown_name
@@ -15,7 +16,15 @@ from forebay.events.requests import StructuredOutput
 from forebay.ingress.body_limits import MESSAGES_MAX
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.media.tokens import MediaRef
-from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, describe_non_empty, reject_extra, requires
+from forebay.ingress.openai.fields import (
+    Body,
+    CheckedBody,
+    Neutral,
+    describe_non_empty,
+    encoded_options,
+    reject_extra,
+    requires,
+)
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, WORKER_ID, RoutedBody
 from forebay.ingress.openai.sampling import JsonObject, SamplingFields, TokenIds, listed
 from forebay.ingress.openai.tools import CallId, ToolCall, ToolChoice, Tools, ToolSelection, choice_of
@@ -100,6 +109,20 @@ ECHO_EXCLUDES = {"echo": (None, False), "logprobs": (None,)}  # one of them must
 IGNORED = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
 
 PART_FIELDS = ("text", "image_url", "video_url")
+
+
+class CompletionOptions(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Fields of a completion body that determine the format of its response, as `Rendering.options` has them.
+
+    Attributes:
+        includes_usage: whether the last chunk of a stream contains the token counts.
+        counts_each_chunk: whether each chunk of a stream contains the token counts so far.
+        names_worker: whether the response has the extension `nvext` with the worker ids.
+    """
+
+    includes_usage: bool = False
+    counts_each_chunk: bool = False
+    names_worker: bool = False
 
 
 class StreamOptions(CheckedBody):
@@ -187,26 +210,25 @@ class CompletionBody(RoutedBody, SamplingFields):
         return self
 
     @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
     def completion(self) -> Self:
         """The body from which the request is prepared."""
         return self
 
     @property
-    def stop_strings(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
-    @property
-    def includes_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def counts_each_chunk(self) -> bool:
+    def options(self) -> str:
         options = self.stream_options
-        return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
-
-    @property
-    def names_worker(self) -> bool:
-        return self.nvext is not None and WORKER_ID in (self.nvext.extra_fields or ())
+        counts = options is not None and bool(options.include_usage)
+        return encoded_options(
+            CompletionOptions(
+                includes_usage=counts,
+                counts_each_chunk=counts and options is not None and bool(options.continuous_usage_stats),
+                names_worker=self.nvext is not None and WORKER_ID in (self.nvext.extra_fields or ()),
+            )
+        )
 
     @property
     def tokens_max(self) -> int | None:

@@ -111,6 +111,12 @@ class ToolSelection(msgspec.Struct, frozen=True):
     def plain(self) -> list[dict[str, Any]]:
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
+    def encoded(self) -> str:
+        """Return the selection as JSON, which `decode_selection` reads; empty without tools."""
+        if not self.tools:
+            return ""
+        return msgspec.json.encode({"tools": self.plain(), "forced": self.forced, "parallel": self.parallel}).decode()
+
     def structure(self) -> StructuredOutput | None:
         """Return the structure of a forced call, None without one. Raises ApiError (400) for an unusable schema."""
         if self.forced is None:
@@ -124,6 +130,15 @@ class ToolSelection(msgspec.Struct, frozen=True):
 
 
 NO_TOOLS = ToolSelection((), None, parallel=True)
+
+
+def decode_selection(text: str) -> ToolSelection:
+    """Return the selection that `ToolSelection.encoded` has encoded."""
+    if not text:
+        return NO_TOOLS
+    found: dict[str, Any] = msgspec.json.decode(text)
+    tools = tuple(Tool.model_validate(tool) for tool in found["tools"])
+    return ToolSelection(tools, found["forced"], parallel=found["parallel"])
 
 
 def choice_of(tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolSelection:

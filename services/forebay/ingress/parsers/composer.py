@@ -12,6 +12,7 @@ from forebay.events.tokens import TokenLogprob
 from forebay.ingress.model import Decoder, Model
 from forebay.ingress.parsers.call_scanner import split_at_overlap
 from forebay.ingress.parsers.deltas import EMPTY_DELTA, DecodedLogprob, OutputDelta, Parser, merge_deltas
+from forebay.ingress.parsers.parsers import ParserChain
 from forebay.ingress.parsers.selection import ParseOptions, ParserFactory
 from forebay.ingress.token_bytes import TokenBytes
 
@@ -51,11 +52,12 @@ class TextAssembler:
     `stop` is the stop string that was found, empty before that.
     """
 
-    __slots__ = ("_decoder", "_held", "_stops", "stop")
+    __slots__ = ("_decoder", "_held", "_stops", "has_stops", "stop")
 
     def __init__(self, decoder: Decoder, stops: Sequence[str]) -> None:
         self._decoder = decoder
         self._stops = stops
+        self.has_stops = bool(stops)
         self._held = ""
         self.stop = ""
 
@@ -84,10 +86,12 @@ class Composer:
         parser: splits the text into reasoning, content and tool calls; None to emit all text as content.
         logprobs: bytes of the model's tokens, and number of alternatives per output token; None reports none.
 
-    `stop` is the stop string that ended the response, empty if none has.
+    Attributes:
+        is_joinable: whether the merged deltas are the same if several tokens are pushed at once.
+        stop: stop string that ended the response; empty if none has.
     """
 
-    __slots__ = ("_arguments", "_echo", "_logprobs", "_parser", "_text", "stop")
+    __slots__ = ("_arguments", "_echo", "_logprobs", "_parser", "_text", "is_joinable", "stop")
 
     def __init__(
         self,
@@ -102,17 +106,22 @@ class Composer:
         self._echo = echo
         self._arguments: dict[int, list[str]] = {}  # parts of the arguments of each tool call, by its index
         self.stop = ""
+        # A stop string ends the output at a token. Parsers of vLLM may depend on the parts in which they get the text.
+        self.is_joinable = not text.has_stops and logprobs is None and isinstance(parser, ParserChain | None)
 
-    def push(self, token_ids: list[int], logprobs: Sequence[TokenLogprob] = ()) -> OutputDelta:
-        """Return the delta of the next output tokens. Text that could begin a stop string or a tag is kept back.
+    def push(self, token_ids: list[int], logprob: TokenLogprob | None = None) -> OutputDelta:
+        """Return the delta of the next output token, or of several if the composer is joinable.
 
-        `logprobs` has one entry per token; empty if the engine reported none.
+        Text that could begin a stop string or a tag is kept back. `logprob` is that of the only token, if known.
         """
+        text = self._text.push(token_ids)
         decoded: tuple[DecodedLogprob, ...] = ()
-        if self._logprobs is None or len(logprobs) < len(token_ids):
-            text = self._text.push(token_ids)
-        else:
-            text, decoded = self._push_with_logprobs(token_ids, logprobs)
+        if self._logprobs is not None and logprob is not None:
+            names, count = self._logprobs
+            top = tuple(
+                DecodedLogprob(names[one.token_id], max(one.logprob, LOGPROB_MIN)) for one in logprob.top[:count]
+            )
+            decoded = (DecodedLogprob(names[token_ids[0]], max(logprob.logprob, LOGPROB_MIN), top),)
         self.stop = self._text.stop
         if self._echo:
             text, self._echo = self._echo + text, ""
@@ -124,7 +133,7 @@ class Composer:
         return self._record_calls(delta, decoded)
 
     def finish(self) -> OutputDelta:
-        text = self._text.finish()
+        text, self._echo = self._echo + self._text.finish(), ""
         if self._parser is None:
             return OutputDelta(text) if text else EMPTY_DELTA
         return self._record_calls(merge_deltas([self._parser.push(text, []), self._parser.finish()]))
@@ -151,19 +160,3 @@ class Composer:
         except (msgspec.MsgspecError, RecursionError):
             return False
         return True
-
-    def _push_with_logprobs(
-        self, token_ids: list[int], logprobs: Sequence[TokenLogprob]
-    ) -> tuple[str, tuple[DecodedLogprob, ...]]:
-        """Decode tokens one by one, so that no log probability of a token after a stop string is reported."""
-        assert self._logprobs is not None
-        names, count = self._logprobs
-        texts: list[str] = []
-        decoded: list[DecodedLogprob] = []
-        for token_id, known in zip(token_ids, logprobs, strict=False):
-            texts.append(self._text.push([token_id]))
-            top = tuple(DecodedLogprob(names[one.token_id], max(one.logprob, LOGPROB_MIN)) for one in known.top[:count])
-            decoded.append(DecodedLogprob(names[token_id], max(known.logprob, LOGPROB_MIN), top))
-            if self._text.stop:
-                break
-        return "".join(texts), tuple(decoded)

@@ -4,11 +4,11 @@
 """
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forebay.events.base import unpack_u32
 from forebay.events.names import unknown_name
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.model import Model
@@ -140,13 +140,13 @@ class ParseOptions:
     Attributes:
         is_open: whether the prompt ends with the tag that begins reasoning, so that the response begins inside it.
         structured: whether the engine constrains the output to a structure, such as a JSON schema.
-        prompt_ids: token ids of the prompt, which vLLM's parsers need.
+        prompt: token ids of the prompt as packed u32, which vLLM's parsers need.
     """
 
     choice: ToolSelection = NO_TOOLS
     is_open: bool = False
     structured: bool = False
-    prompt_ids: Sequence[int] = ()
+    prompt: bytes = b""
 
 
 class ParserFactory:
@@ -173,6 +173,16 @@ class ParserFactory:
             _reasoning_of(template) if reasoning == AUTO else _known("reasoning", reasoning, REASONING_NAMES)
         )
 
+    @property
+    def tool_name(self) -> str:
+        """Name with which another factory selects the same parser of tool calls; empty for none."""
+        return self.tool if self._vllm is None or not self.tool else PREFIX + self.tool
+
+    @property
+    def reasoning_name(self) -> str:
+        """Name with which another factory selects the same parser of reasoning; empty for none."""
+        return self.reasoning if self._vllm is None or not self.reasoning else PREFIX + self.reasoning
+
     def visible_tokens(self, options: ParseOptions) -> tuple[str, ...] | None:
         """Return the special tokens that the decoder must keep in the text for the parser; None for all."""
         if self._vllm is not None:
@@ -197,7 +207,7 @@ class ParserFactory:
             return None
         ids = call_ids(request_id, chars=9, prefix="") if self.tool == "mistral" else call_ids(request_id)
         if self._vllm is not None and choice.forced is None:
-            return self._vllm.parser(choice, [*options.prompt_ids], ids)
+            return self._vllm.parser(choice, unpack_u32(options.prompt), ids)
         sink = DeltaCollector(ids, parallel=choice.parallel)
         link = self._calls(sink, choice)
         if self.reasoning and self._vllm is None:

@@ -8,7 +8,7 @@ neither the owner nor a worker of the request wrote them.
 """
 
 from collections.abc import Mapping
-from typing import TypeVar, assert_never
+from typing import NamedTuple, TypeVar, assert_never
 
 from forebay.events.base import unpack_u32
 from forebay.events.tokens import (
@@ -26,14 +26,25 @@ from forebay.events.tokens import (
 )
 
 
+class ServedFrom(NamedTuple):
+    """The worker rank that generated the valid tokens from position `first` on, in which attempt."""
+
+    first: int
+    worker_id: str
+    rank: int
+    attempt: int
+    prefilled: PrefilledBy | None
+
+
 class ResponseState:
     """Response to the request with the reply key `key`, as far as it has been read from the reply slot.
 
     Attributes:
         tokens: valid output tokens, in order; the reader may remove them.
-        logprobs: log probabilities of `tokens`, if the request asked for them; the reader removes both together.
+        logprobs: log probabilities of `tokens`, None for a token without one. The list may be shorter than `tokens`.
         vector: embedding of the prompt as packed f32; empty for generated responses.
         next_index: number of valid tokens received, including removed ones; also the position of the next token.
+        served: which worker rank generated which tokens, in order.
         worker_id: worker that generated the last valid token, on its rank `rank`.
         prefilled: worker that computed the prompt; None if the worker that generated the first token did.
         foreign: number of events with another key, which had no effect.
@@ -55,6 +66,7 @@ class ResponseState:
         "next_index",
         "prefilled",
         "rank",
+        "served",
         "text_only",
         "tokens",
         "vector",
@@ -65,7 +77,8 @@ class ResponseState:
         self.key = key
         self.foreign = 0
         self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
+        self.logprobs: list[TokenLogprob | None] = []
+        self.served: list[ServedFrom] = []
         self.vector = b""
         self.next_index = 0
         self.attempt = 0
@@ -112,11 +125,27 @@ class ResponseState:
         self.worker_id, self.rank = event.worker_id, event.rank
         if chunk.prefilled is not None:
             self.prefilled = chunk.prefilled
+        last = self.served[-1] if self.served and chunk.prefilled is None else None
+        if last is None or (last.attempt, last.worker_id, last.rank) != (attempt, event.worker_id, event.rank):
+            self.served.append(ServedFrom(self.next_index, event.worker_id, event.rank, attempt, self.prefilled))
+        if chunk.logprobs:
+            self.logprobs += [None] * (len(self.tokens) - len(self.logprobs))
+            self.logprobs += chunk.logprobs[known:]
         self.tokens += token_ids[known:] if known else token_ids
-        self.logprobs += chunk.logprobs[known:]
         self.next_index += len(token_ids) - known
         self.text_only |= chunk.text_only
         return True
+
+    def take(self, before: int | None = None) -> tuple[list[int], list[TokenLogprob | None]]:
+        """Remove and return `tokens` and `logprobs`, only those before a position of the output if it is given."""
+        tokens, logprobs = self.tokens, self.logprobs
+        count = len(tokens) if before is None else before - self.next_index + len(tokens)
+        self.tokens, self.logprobs = tokens[count:], logprobs[count:]
+        return tokens[:count], logprobs[:count]
+
+    def served_at(self, position: int) -> ServedFrom:
+        """Return which worker rank generated the valid token at a position."""
+        return next(one for one in reversed(self.served) if one.first <= position)
 
     def embed(self, event: Embedded) -> bool:
         """Set the embedding of the prompt, unless the record is stale. Return whether it was set."""

@@ -16,7 +16,7 @@ from forebay.core.step import AnyDecision, InputEvent
 from forebay.core.world import World
 from forebay.events.base import array_u64, pack_u64
 from forebay.events.decisions import JournalRecord
-from forebay.events.request_ids import aliases_of
+from forebay.events.request_ids import aliases_of, log_id_of
 from forebay.events.requests import RequestSubmitted, RouteQueried
 from forebay.replay.catalog.observer import CatalogObserver
 from forebay.replay.catalog.store import Store
@@ -92,7 +92,7 @@ def find_mentions(store: Store, request_id: str, journal_offset: int | None = No
 
     `journal_offset` is that of the newest decision about one of several requests with this ID; None for the newest one.
     """
-    wanted = _hash(request_id)
+    wanted = _hash(log_id_of(request_id))
     offsets: list[int] = []
     for hashes, packed in store.connection.execute("SELECT hashes, offsets FROM mentions ORDER BY id DESC"):
         known = array_u64(hashes)

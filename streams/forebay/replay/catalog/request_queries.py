@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from forebay.events.request_ids import SEPARATOR, aliases_of
+from forebay.events.request_ids import SEPARATOR, aliases_of, log_id_of
 from forebay.replay.catalog.facts import RequestPage, RequestRow, RequestState
 from forebay.replay.catalog.request_steps import COLUMNS, ENDED, STATES, UNSUCCESSFUL, Row, decode_steps, mean_itl_us
 
@@ -156,7 +156,7 @@ def _tests(conditions: RequestFilter, index: str, moment_us: int) -> tuple[str, 
         values += [conditions.slow_us, moment_us]
     if conditions.text:
         tests.append("instr(request_id, ?)")
-        values.append(conditions.text)
+        values.append(log_id_of(conditions.text))
     if conditions.is_unsuccessful:
         tests.append("ended_us <= ?")
         values.append(moment_us)

@@ -14,6 +14,7 @@ from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.events.fleet import WorkerFact
 from forebay.events.progress import ProgressEvent
+from forebay.events.request_ids import log_id_of
 from forebay.events.requests import RequestCancelled, RouteQueried
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS, REQUESTS, Topic
 from forebay.journal.reader import JournalReader, Past
@@ -54,7 +55,7 @@ async def explain(
     custom: CustomPolicies = ONLY_BUILT_IN,
     known: Known | None = None,
 ) -> Explanation:
-    """Explain the most recent request with this ID, which is the ID on the log or the one that its client chose.
+    """Explain the most recent request with this ID: the one on the log, of its response, or that its client chose.
 
     Args:
         thorough: whether to search the whole journal, for earlier and other requests with the same ID.
@@ -67,6 +68,7 @@ async def explain(
         LogError: the log is damaged.
     """
     states, mentions = (None, None) if known is None else known
+    request_id = log_id_of(request_id)
     try:
         found = await find(log, partition, request_id, thorough=thorough, progress=progress, mentions=mentions)
     except UnknownRequest:
