@@ -38,6 +38,7 @@ from forebay.events.decisions import (
     RequestAborted,
     RequestHeld,
     RequestRejected,
+    RequestRepeated,
     RequestRouted,
     RouteAnswered,
 )
@@ -73,6 +74,8 @@ from tests.core.worlds import (
     request,
 )
 
+UNCHANGED = RequestRejected | RequestRepeated | RouteAnswered | CommandSent  # decisions that change no state
+
 
 class Careful(Driver):
     """A driver that keeps the books itself: clock runs, ends reported by workers, and each event twice on demand."""
@@ -89,7 +92,7 @@ class Careful(Driver):
             before = state(self.world)
             again = self._once(topic, event, 0)
             assert state(self.world) == before
-            assert all(isinstance(one, RequestRejected | RouteAnswered | CommandSent) for one in again)
+            assert all(isinstance(one, UNCHANGED) for one in again)
         return made
 
     def wait(self, us: int) -> list[Any]:
@@ -176,7 +179,7 @@ def assert_requests_end_once(drive: Careful) -> None:
         ):
             began.append(one.request_id)
     submitted = {event.request_id for _, event, _ in drive.applied if isinstance(event, RequestSubmitted)}
-    rejected = {one.request_id for one in drive.decided if isinstance(one, RequestRejected)}
+    rejected = {one.request_id for one in drive.decided if isinstance(one, RequestRejected | RequestRepeated)}
     assert submitted <= rejected | set(began)
     aborted = [one.request_id for one in drive.decided if isinstance(one, RequestAborted)]
     active = drive.world.requests.active()
@@ -326,6 +329,8 @@ def eventful_world() -> World:
     drive.emit(FirstTokenEmitted, "r1")
     drive.emit(OutputGrown, "r1", output_tokens=5)
     drive.cancel("r3")
+    drive.finish(drive.ask("r8", idempotency_key=8))
+    drive.ask("r9", idempotency_key=9)
     drive("control", BusyThresholdsSet(model="m", thresholds=BusyThresholds(active_prefill_tokens_threshold=999)))
     drive("control", commanded("c1", "load_lora", lora_name="x", nonce=5))
     drive("progress", obeyed("c1", "a", drive.epoch("a"), "load_lora", "x"))

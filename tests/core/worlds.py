@@ -71,6 +71,7 @@ from forebay.events.progress import (
 )
 from forebay.events.requests import (
     RequestCancelled,
+    RequestResumed,
     RequestSubmitted,
     RouteQueried,
     RouterOverride,
@@ -104,6 +105,7 @@ FACTS: dict[str, type[WorkerLost | WorkerSuspect | WorkerRecovered | WorkerDrain
     "drain": WorkerDraining,
 }
 
+INGRESSES = ("", "one", "two")
 HINTS = (
     *(RoutingHints() for _ in range(4)),
     RoutingHints(session_id="s1"),
@@ -421,8 +423,8 @@ def disagg_policy_of(world: World, request: ActiveRequest) -> str:
 TWICE = ("stored", "command", "obey", "in_store", "prefilled", "rules", "media", "encoded")
 ONCE = (
     *sorted(PROGRESS_KINDS - set(TWICE)),
-    *("busy", "query", "removed", "cleared", "report", "cancel", "wait", "decline", "not_in_store", "costs"),
-    *("join", "lose", "suspect", "recover", "drain", "announce", "garbage", "pool", "again", "disagg"),
+    *("busy", "query", "removed", "cleared", "report", "cancel", "resume", "wait", "decline", "costs"),
+    *("not_in_store", "join", "lose", "suspect", "recover", "drain", "announce", "garbage", "pool", "again", "disagg"),
     *("join_prefiller", "lose_prefiller", "join_other", "lose_other", "join_encoder", "lose_encoder"),
 )
 ACTIONS = ("request",) * 5 + TWICE * 2 + ONCE
@@ -479,7 +481,9 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
         case "request":
             timeout = 1_000 if first == 0 else 1_000_000
             hints = HINTS[(first + depth) % len(HINTS)]
-            drive("requests", request(f"r{number}", blocks, timeout_us=timeout, nonce=number, routing=hints))
+            fields: dict[str, Any] = {"timeout_us": timeout, "nonce": number, "routing": hints}
+            fields |= {"idempotency_key": max(0, depth - 6), "ingress_incarnation": INGRESSES[third]}
+            drive("requests", request(f"r{number}", blocks, **fields))
         case "media":
             drive("requests", request(f"r{number}", blocks, nonce=number, media=(MEDIA,) * (1 + first % 2)))
         case "query":
@@ -506,8 +510,11 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
             drive(*tier_event(kind, (worker, epoch, number + 1), blocks, first))
         case "report":
             drive.report(worker, first, used=1, kv_blocks_total=9)
-        case "cancel":
-            drive.cancel(one.submitted.request_id if one else "nobody")
+        case "cancel" | "resume":
+            name, ingress = one.submitted.request_id if one else "nobody", INGRESSES[depth % 3]
+            cancelled = RequestCancelled(request_id=name, ingress_incarnation=ingress, is_complete=bool(first % 2))
+            resumed = RequestResumed(request_id=name, ingress_incarnation=ingress)
+            drive("requests", cancelled if kind == "cancel" else resumed)
         case "wait":
             drive.wait(first * 1_000)
         case "join":

@@ -17,7 +17,8 @@ from forebay.events.codec import decode, encode
 from forebay.events.control import RouterConfig
 from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import WorkerLost
-from forebay.events.topics import DECISIONS, FLEET
+from forebay.events.tokens import RequestLocated
+from forebay.events.topics import DECISIONS, FLEET, TOKENS
 from forebay.journal import reader, records
 from forebay.journal import snapshots as recorded_snapshots
 from forebay.journal.records import Validity, journal
@@ -33,7 +34,7 @@ from forebay.transport.base import Draft, Lease, Log, Record, Tail, Wake
 from forebay.transport.directory import Directory
 from forebay.transport.sqlite.log import SqliteLog
 from tests.harness.faulty_log import Crashed, FaultyLog
-from tests.system import MODEL, System, settings, submitted, until
+from tests.system import MODEL, SLOT, System, settings, submitted, until
 
 PREFIX = list(range(12))
 SENT = {*(f"r{number}" for number in range(6)), "wrong", "gone"}
@@ -328,15 +329,22 @@ async def opened_one(path: Path) -> tuple[SqliteLog, Standby | None]:
 async def scenario(system: System) -> None:
     """Send requests that end in each possible way, one after another, under whichever owner runs."""
     for number in range(6):
-        await system.serve(f"r{number}", prompt(number), nonce=number)
-    system.send(submitted("r0", prompt(0), nonce=0))
+        await system.serve(f"r{number}", prompt(number), nonce=number, idempotency_key=1 + number)
+    system.send(submitted("r0", prompt(0), nonce=0, idempotency_key=1))
+    system.send(submitted("repeated", PREFIX, idempotency_key=1))
     await system.serve("wrong", PREFIX, model="another")
     system.send(submitted("gone", PREFIX, max_tokens=100))
     system.cancel("gone")
 
 
 def all_ended(system: System, owner: Owner) -> bool:
-    return set(system.ends()) >= SENT and not len(owner.world.requests)
+    return set(system.ends()) >= SENT and bool(located(system)) and not len(owner.world.requests)
+
+
+def located(system: System) -> list[tuple[str, int, int]]:
+    """Return id, partition and offset of each `RequestLocated`, without repetitions."""
+    found = system.events(TOKENS, RequestLocated, SLOT)
+    return list(dict.fromkeys((one.request_id, one.partition, one.offset) for one in found))
 
 
 async def run_until_append(system: System, appends: int, **changes: int) -> bool:

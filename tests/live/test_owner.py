@@ -20,7 +20,7 @@ from forebay.events.decisions import RequestAborted, RequestRejected, RequestRou
 from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSpec
 from forebay.events.progress import RequestFinished
 from forebay.events.tokens import AttemptStarted, ResponseEnded, TokensEmitted
-from forebay.events.topics import CONTROL, FLEET, PROGRESS, TOKENS, work_topic
+from forebay.events.topics import CONTROL, FLEET, PROGRESS, REQUESTS, TOKENS, work_topic
 from forebay.events.work import WorkItem
 from forebay.ingress.streams import ReplySlot
 from forebay.live.owner.owner import Owner, RunClock, steady_clock
@@ -33,11 +33,13 @@ from tests.depth import is_quick
 from tests.harness.fake_runtime import FakeRuntime
 from tests.live.shared import (
     PREFIX,
+    SENT,
     LateTail,
     SharedLog,
     admit,
     all_ended,
     background,
+    located,
     prompt,
     proven,
     run_until_append,
@@ -134,6 +136,9 @@ async def test_a_kill_after_any_append_loses_nothing() -> None:
                 assert len(system.answer(f"r{number}")) == 3, f"r{number}, killed after append {appends}"
             routed = [(routed.request_id, routed.attempt) for routed in system.decisions(RequestRouted)]
             assert len(routed) == len(set(routed)), f"routed twice, killed after append {appends}"
+            assert {name for name, _ in routed} == SENT - {"wrong"}, f"ran a repetition, killed after append {appends}"
+            first = [one.request_id for one in system.events(REQUESTS)].index("r0")
+            assert located(system) == [("repeated", 0, first)], f"killed after append {appends}"
         report = await proven(log)
         assert report.claims == 3
         log.close()

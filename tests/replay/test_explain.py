@@ -15,7 +15,7 @@ from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueClass
 from forebay.events.decisions import RequestAborted, RequestRouted, RouteAnswered
 from forebay.events.fleet import OwnershipAnnounced, WorkerDraining, WorkerLost, WorkerSuspect
 from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
-from forebay.events.requests import RequestCancelled, RouterOverride, RoutingHints
+from forebay.events.requests import RequestCancelled, RequestResumed, RouterOverride, RoutingHints
 from forebay.events.topics import DECISIONS, KV_EVENTS
 from forebay.journal.groups import groups_of
 from forebay.journal.records import decode_journal, journal_records
@@ -339,6 +339,33 @@ async def test_expired_and_cancelled_requests(threshold: float | None, route: st
     assert (ending_of(expired).reason, ending_of(cancelled).reason) == (reason, "cancelled")
     assert ending_of(cancelled).text == "closed"
     assert ending_of(expired).duration_us == expired.timeline[-1].after_us == 2_010
+
+
+async def test_a_repeated_request_names_the_earlier_one() -> None:
+    made = fleet("a")
+    made.ask("x", LONG)
+    for name in ("r", "again"):
+        made.ask(name, SHORT, idempotency_key=5)
+    made.seal()
+    found = await made.explain("again")
+    text = "the request at requests offset 1 has the same idempotency key"
+    assert (found.state, words(found), ending_of(found).text) == ("repeated", ["submitted", "repeated"], text)
+    assert found.timeline[-1].text == f"not run: {text}"
+    await require_live(made, "again", found)
+
+
+async def test_a_resumed_request_is_not_cancelled_by_its_first_ingress() -> None:
+    made = fleet("a")
+    made.ask("r", SHORT, ingress_incarnation="one")
+    for event in (
+        RequestResumed(request_id="r", ingress_incarnation="two"),
+        RequestCancelled(request_id="r", ingress_incarnation="one"),
+        RequestCancelled(request_id="r", ingress_incarnation="two"),
+    ):
+        made("requests", event)
+    found = await made.explain("r")
+    assert words(found)[2:] == ["resumed", "cancel_requested", "cancel_requested", "aborted"]
+    assert [one.counted for one in found.timeline[2:]] == [True, False, True, True]
 
 
 async def test_unjournaled_events_are_marked() -> None:

@@ -328,6 +328,22 @@ class RequestRejected(Decision, tag="request.rejected", frozen=True, kw_only=Tru
     reply_key: Count = 0
 
 
+class RequestRepeated(Decision, tag="request.repeated", frozen=True, kw_only=True):
+    """The owner does not run a request, because it knows the idempotency key from an earlier request.
+
+    Attributes:
+        request_id: id of the repetition.
+        reply_slot: reply slot of the repetition.
+        reply_key: reply key of the repetition.
+        offset: offset of the earlier request on the same partition of the topic `requests`.
+    """
+
+    request_id: Annotated[Name, REQUEST_ID]
+    reply_slot: Count
+    offset: Count
+    reply_key: Count = 0
+
+
 class CommandTarget(Part, frozen=True, kw_only=True):
     """Worker to which the owner sends a command or a `ReleaseKv`."""
 
@@ -511,6 +527,7 @@ JournalRecord = (
     | RequestRouted
     | RequestHeld
     | RequestRejected
+    | RequestRepeated
     | RequestAborted
     | KvReleased
     | RouteAnswered

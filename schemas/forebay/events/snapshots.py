@@ -19,6 +19,8 @@ from forebay.events.privacy import (
     CONTENT,
     CONTENTS,
     HASHES,
+    IDEMPOTENCY_KEY,
+    IDEMPOTENCY_KEYS,
     INGRESS,
     KEPT,
     LEASE,
@@ -185,6 +187,7 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
         prefill_pool: pool that a grid or canary chose for its last remote prefill; empty if there was none.
         rejected_by: workers that have rejected an attempt at it, in order.
         tie_seed: seed for tie-breaking and sampling.
+        idempotency_key: hash of the client's key; 0 for none.
     """
 
     request_id: Annotated[Name, REQUEST_ID]
@@ -223,6 +226,7 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
     queue_due_us: int = 0
     prefill_pool: Annotated[str, KEPT] = ""
     rejected_by: Annotated[tuple[Name, ...], KEPT] = ()
+    idempotency_key: Annotated[U64, IDEMPOTENCY_KEY] = 0
 
     def __post_init__(self) -> None:
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)
@@ -248,6 +252,27 @@ class Remembered(Part, tag_field="type", tag="remembered", frozen=True, kw_only=
     def __post_init__(self) -> None:
         require_packed("ids", self.ids, U64_BYTES)
         require_packed("contents", self.contents, U64_BYTES)
+        require_packed("due_us", self.due_us, U64_BYTES)
+
+
+class FinishedKeys(Part, tag_field="type", tag="finished_keys", frozen=True, kw_only=True):
+    """Idempotency keys of finished requests, by which the owner recognizes a repeated request.
+
+    The three lists have one number per key, in the same order.
+
+    Attributes:
+        keys: the keys, as packed u64.
+        offsets: offsets of the `RequestSubmitted` of the requests, as packed u64.
+        due_us: when the owner forgets each key, on its clock, as packed u64 in microseconds.
+    """
+
+    keys: Annotated[bytes, IDEMPOTENCY_KEYS]
+    offsets: Annotated[bytes, KEPT]
+    due_us: Annotated[bytes, KEPT]
+
+    def __post_init__(self) -> None:
+        require_packed("keys", self.keys, U64_BYTES)
+        require_packed("offsets", self.offsets, U64_BYTES)
         require_packed("due_us", self.due_us, U64_BYTES)
 
 
@@ -476,6 +501,7 @@ Chunk = (
     | IngressState
     | RequestState
     | Remembered
+    | FinishedKeys
     | Booking
     | Reported
     | MeasuredCosts

@@ -134,11 +134,13 @@ def abort(
     status: int = 0,
     code: str = "",
     retry_after_s: int = 0,
+    *,
+    is_complete: bool = False,
 ) -> RequestAborted:
     """End an accepted request, free its load and its place in the queue for others, and return the journal record.
 
     `status` (HTTP) and `code` come from a worker that rejected the request; otherwise they are 0 and empty. That worker
-    takes requests again after `retry_after_s`; 0 if unknown.
+    takes requests again after `retry_after_s`; 0 if unknown. `is_complete` means that the client has its response.
     """
     world.counts[f"aborted_{reason}"] += 1
     worker = world.fleet.get(request.worker_id) if request.on_worker else None
@@ -151,7 +153,7 @@ def abort(
     if kept is not None:
         world.requests.forget_prefilled(request)  # the record itself names the worker that releases the KV
     world.queues.remove(request.submitted.request_id)
-    world.requests.end(request, world.now_us)
+    world.requests.end(request, world.now_us, is_complete=is_complete)
     world.replan()
     return RequestAborted(
         **world.stamp(),

@@ -1,5 +1,7 @@
 """Dispatch requests: plan with the current state (`selection.next_stage`), then book the plan (`booking`)."""
 
+from msgspec.structs import replace
+
 from forebay.core.booking import abort, answer_query, book, enqueue, reject, release_kv
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.plan import Plan, with_choices
@@ -27,12 +29,14 @@ from forebay.events.decisions import (
     RequestAborted,
     RequestHeld,
     RequestRejected,
+    RequestRepeated,
     RequestRouted,
     RouteAnswered,
 )
 from forebay.events.pools import PoolChoice
 from forebay.events.progress import AttemptRejected
-from forebay.events.requests import RequestSubmitted, RouteQueried
+from forebay.events.requests import RequestResumed, RequestSubmitted, RouteQueried
+from forebay.events.versions import may_write
 
 # Queued requests routed per pool and event, which takes about ten milliseconds. The owner routes more of them when it
 # applies the progress events of these requests.
@@ -42,6 +46,7 @@ AnyDecision = (
     RequestRouted
     | RequestHeld
     | RequestRejected
+    | RequestRepeated
     | RequestAborted
     | KvReleased
     | RouteAnswered
@@ -52,7 +57,10 @@ AnyDecision = (
 
 
 def submit(world: World, event: RequestSubmitted, offset: int) -> list[AnyDecision]:
-    """Route, queue or reject a new request. Return one journal record, or none if the request was already submitted."""
+    """Route, queue or reject a new request, or locate the earlier request with its idempotency key.
+
+    Return one journal record, or none if the request was already submitted.
+    """
     requests = world.requests
     known = requests.known_content(event.request_id)
     if known is not None:
@@ -61,6 +69,20 @@ def submit(world: World, event: RequestSubmitted, offset: int) -> list[AnyDecisi
             return []
         message = f"the request id {event.request_id} was already used for a different request"
         return [reject(world, event, Ineligible("duplicate_id", message))]
+    if event.idempotency_key and not may_write(RequestResumed, world.owner_events):
+        event = replace(event, idempotency_key=0)  # the owner did not know the field
+    earlier = requests.known_offset(event.idempotency_key)
+    if earlier is not None:
+        world.counts["repeated_request"] += 1
+        return [
+            RequestRepeated(
+                **world.stamp(),
+                request_id=event.request_id,
+                reply_slot=event.reply_slot,
+                reply_key=event.reply_key,
+                offset=earlier,
+            )
+        ]
     pools: tuple[PoolChoice, ...] = ()
     try:
         first = _pool_of(world, event.model)

@@ -24,6 +24,7 @@ from forebay.events.decisions import (
     RequestAborted,
     RequestHeld,
     RequestRejected,
+    RequestRepeated,
     RequestRouted,
     RouteAnswered,
     Sealed,
@@ -97,6 +98,7 @@ class Rederivation:
                 RequestRouted()
                 | RequestHeld()
                 | RequestRejected()
+                | RequestRepeated()
                 | RequestAborted()
                 | KvReleased()
                 | RouteAnswered()

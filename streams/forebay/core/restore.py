@@ -15,6 +15,7 @@ from forebay.events.snapshots import (
     Chunk,
     CommandState,
     ComputedTokens,
+    FinishedKeys,
     IndexBlocks,
     IndexChanges,
     IndexCursor,
@@ -71,7 +72,7 @@ def _restore(world: World, index: PrefixIndex | IndexTally, chunks: Iterable[Chu
                 index.restore(chunk)
             case Remembered() if chunk.commands:
                 world.commands.restore(chunk)
-            case RequestState() | Remembered():
+            case RequestState() | Remembered() | FinishedKeys():
                 world.requests.restore(chunk)
             case CommandState():
                 world.commands.restore(chunk)

@@ -203,7 +203,7 @@ def _cancel(world: World, event: RequestCancelled) -> list[AnyDecision]:
     if by and waits and by != waits and may_write(RequestResumed, world.owner_events):
         world.counts["foreign_cancellation"] += 1  # the client reads the response at another ingress
         return []
-    return [abort(world, request, "cancelled", event.reason)]
+    return [abort(world, request, "cancelled", event.reason, is_complete=event.is_complete)]
 
 
 def advance(world: World) -> Advanced:
@@ -380,5 +380,5 @@ def _fleet(world: World, event: AnyFleetEvent, offset: int) -> list[AnyDecision]
 def abort_orphans(world: World, lost: IngressLost) -> list[AnyDecision]:
     """Abort the HTTP requests of a lost ingress, in order of submission. Return the journal records."""
     message = f"the ingress {lost.ingress_id} of the request was lost: {lost.reason}"
-    orphans = [request for request in world.requests.active() if request.submitted.ingress == lost.incarnation]
+    orphans = world.requests.of_ingress(lost.incarnation)
     return [abort(world, request, "ingress_lost", message) for request in orphans]

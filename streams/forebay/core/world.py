@@ -291,7 +291,7 @@ class World:
         return min((one for one in due if one is not None), default=None)
 
     def expire(self) -> None:
-        """Remove assumed blocks, sessions, remembered command ids and pauses of workers whose time is over.
+        """Remove assumed blocks, sessions, pauses of workers, and remembered command ids and keys whose time is over.
 
         The core calls this only when it applies an event or a deadline, because other times are not on the log.
         """
@@ -299,6 +299,7 @@ class World:
         self.predicted.expire(self.now_us)
         self.sessions.expire(self.now_us)
         self.commands.expire(self.now_us)
+        self.requests.expire_keys(self.now_us)
         self.fleet.expire(self.now_us)
 
     def machines(self) -> tuple[Digested, ...]:

@@ -23,6 +23,7 @@ from forebay.events.decisions import (
     KvReleased,
     RequestAborted,
     RequestRejected,
+    RequestRepeated,
     RouteAnswered,
 )
 from forebay.events.topics import DECISIONS, SNAPSHOTS
@@ -106,7 +107,7 @@ async def _newest_usable(log: Log, partition: int, end: int, custom: CustomPolic
 # decisions of most kinds than this. But one lost worker may abort every request in flight, or release its KV.
 UNCONFIRMED_MAX = 1_024
 Bulk = RequestAborted | KvReleased
-Unconfirmed = Bulk | RequestRejected | RouteAnswered | CommandSent | CommandEnded
+Unconfirmed = Bulk | RequestRejected | RequestRepeated | RouteAnswered | CommandSent | CommandEnded
 REMEMBERED_RECORDS = 8_192  # journal records before a snapshot; reading them takes about a tenth of a second
 GATHER_S = 0.25  # pause between passes, because each pass reads every input topic once
 BATCH_RECORDS = 64  # records followed before other tasks of the event loop run

@@ -111,7 +111,7 @@ class _HistoryCollector:
         match event:
             case RequestSubmitted() if _is_new(event, decided):
                 self._add(_submitted(event, now_us))
-            case RequestCancelled() if event.request_id in self._open:
+            case RequestCancelled() if decided and event.request_id in self._open:
                 self._open[event.request_id].cancelled_us = now_us
             case PrefillFinished() | FirstTokenEmitted() | RequestFinished() if accepted:
                 self._progress(event, now_us)

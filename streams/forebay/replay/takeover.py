@@ -7,7 +7,7 @@ import msgspec
 from forebay.core.world import World
 from forebay.events.decisions import OwnerClaimed
 from forebay.events.progress import ProgressEvent, RequestFailed, RequestFinished
-from forebay.events.requests import RequestCancelled, RequestSubmitted
+from forebay.events.requests import RequestCancelled, RequestResumed, RequestSubmitted
 
 
 class Takeover(msgspec.Struct):
@@ -50,7 +50,7 @@ class Takeover(msgspec.Struct):
 
     def is_late(self, event: Any) -> bool:
         """Return whether an event that the new owner applies was written before the claim."""
-        is_timed = isinstance(event, RequestSubmitted | RequestCancelled | ProgressEvent)
+        is_timed = isinstance(event, RequestSubmitted | RequestCancelled | RequestResumed | ProgressEvent)
         return is_timed and 0 < event.at_us < self.at_us
 
     @property

@@ -25,6 +25,7 @@ from forebay.events.decisions import (
     RequestAborted,
     RequestHeld,
     RequestRejected,
+    RequestRepeated,
     RequestRouted,
 )
 from forebay.events.fleet import AnyFleetEvent, WorkerLost
@@ -418,7 +419,7 @@ class GroupObservation:
                     self._expect(request, pool)
                 self._end(request)
                 request.closed = True
-            case RequestAborted():
+            case RequestRepeated() | RequestAborted():
                 request = self._request(event.request_id)
                 self._end(request)
                 request.closed = True

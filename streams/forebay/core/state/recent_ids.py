@@ -1,5 +1,7 @@
 """Ids of recently ended requests, each with a hash of the request, to recognise a redelivered or reused id.
 
+Idempotency keys of finished requests are remembered in the same way, each with the offset of its request.
+
 Ids are stored as hashes in packed arrays, ordered by expiry. The reason is their number: at 1,000 requests per second
 120,000 ids are retained, and a snapshot must copy all of them at one moment.
 """
@@ -22,10 +24,12 @@ TERM_BYTES = 24  # id, content and expiry, as u64
 class RecentIds:
     """Ids of recently ended requests or commands, with their expiry. Ids must be added in order of expiry.
 
-    An id is stored as a hash, together with a hash of its request or the nonce of its command.
+    An id is stored as a hash, together with a hash of its request or the nonce of its command. `seed` separates the
+    digests of several sets in one state.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
         self._known: dict[int, int] = {}
         self._ids: array[int] = array("Q")
         self._contents: array[int] = array("Q")
@@ -48,7 +52,7 @@ class RecentIds:
         self._ids.append(id_hash)
         self._contents.append(content)
         self._due_us.append(due_us)
-        self._sum += _term(id_hash, content, due_us)
+        self._sum += self._term(id_hash, content, due_us)
 
     def next_due_us(self) -> int | None:
         """Return when the next id expires, in microseconds, or None if no id is remembered."""
@@ -59,10 +63,13 @@ class RecentIds:
         if not self._known or self._due_us[self._forgotten] > now_us:
             return
         while self._known and self._due_us[self._forgotten] <= now_us:
-            at = self._forgotten
-            id_hash = self._ids[at]
-            self._sum -= _term(id_hash, self._known.pop(id_hash), self._due_us[at])
-            self._forgotten += 1
+            self.forget_oldest()
+
+    def forget_oldest(self) -> None:
+        """Remove the id that expires first."""
+        id_hash, due_us = self._ids[self._forgotten], self._due_us[self._forgotten]
+        self._sum -= self._term(id_hash, self._known.pop(id_hash), due_us)
+        self._forgotten += 1
         if self._forgotten > max(FORGOTTEN_MAX, len(self._known)):
             for packed in (self._ids, self._contents, self._due_us):
                 del packed[: self._forgotten]
@@ -91,8 +98,8 @@ class RecentIds:
         self._contents.extend(contents)
         self._due_us.extend(due_us)
         terms = pack_u64(list(chain.from_iterable(zip(ids, contents, due_us, strict=True))))
-        self._sum += sum(xxh3_64_intdigest(terms[at : at + TERM_BYTES]) for at in range(0, len(terms), TERM_BYTES))
+        starts = range(0, len(terms), TERM_BYTES)
+        self._sum += sum(xxh3_64_intdigest(terms[at : at + TERM_BYTES], self._seed) for at in starts)
 
-
-def _term(id_hash: int, content: int, due_us: int) -> int:
-    return xxh3_64_intdigest(pack_u64((id_hash, content, due_us)))
+    def _term(self, id_hash: int, content: int, due_us: int) -> int:
+        return xxh3_64_intdigest(pack_u64((id_hash, content, due_us)), self._seed)

@@ -28,18 +28,22 @@ from forebay.events.progress import (
     RequestFinished,
     RequestProgress,
 )
-from forebay.events.snapshots import Remembered, RequestState
+from forebay.events.snapshots import FinishedKeys, Remembered, RequestState
 
 Deadline = tuple[int, str, int]  # time in microseconds, request id, offset of the submission
 SPARE = 64  # stale entries that may remain, however few requests there are
 ACTIVE_REQUESTS_MAX = 100_000  # active requests per group: bounds memory, far above what workers can run
 REMEMBER_US = 120_000_000  # a Kafka producer stops retrying after 120 s by default
+KEEP_KEY_US = 86_400_000_000  # a client may repeat a finished request for a day, as with other APIs
+# 24 h at three keys per second. A snapshot copies all keys, 6 MB, at one moment; they take 35 MB of memory.
+FINISHED_KEYS_MAX = 1 << 18
+KEY_SEED = 1  # separates keys from ids in the digest
 SUBMITTED_FIELDS = [name for name in RequestState.__struct_fields__ if name in SubmittedRequest.__slots__]
 STAGE_FIELDS = [name for name in RequestState.__struct_fields__ if name in ActiveRequest.__slots__]
 
 
 class ActiveRequests:
-    """Active requests by id, their deadlines, and hashes of recently ended ids.
+    """Active requests by id, their deadlines, hashes of recently ended ids, and the idempotency keys of clients.
 
     Methods that change the phase of a request raise IllegalTransition if the transition table does not allow the
     change.
@@ -56,6 +60,8 @@ class ActiveRequests:
         self._queue_deadlines = Deadlines(self._is_queued)
         self._before_response: Counter[str] = Counter()
         self._remembered = RecentIds()
+        self._active_keys: dict[int, int] = {}  # offsets of active requests, by idempotency key
+        self._finished_keys = RecentIds(KEY_SEED)
         self._sum = 0
 
     def __len__(self) -> int:
@@ -71,9 +77,17 @@ class ActiveRequests:
             return request.submitted.content
         return self._remembered.get(id_hash(request_id))
 
+    def known_offset(self, idempotency_key: int) -> int | None:
+        """Return the offset of the active or finished request with an idempotency key, or None if the key is new."""
+        offset = self._active_keys.get(idempotency_key)
+        return self._finished_keys.get(idempotency_key) if offset is None else offset
+
     def add(self, request: ActiveRequest) -> None:
-        """Add a request. Its id must not belong to an active or recently ended request."""
+        """Add a request. Its id and its key must not belong to an active or recently ended request."""
         assert self.known_content(request.submitted.request_id) is None
+        if key := request.submitted.idempotency_key:
+            assert self.known_offset(key) is None
+            self._active_keys[key] = request.submitted.offset
         self._active[request.submitted.request_id] = request
         self._deadlines.add(
             (request.submitted.due_us, request.submitted.request_id, request.submitted.offset), len(self._active)
@@ -193,14 +207,23 @@ class ActiveRequests:
         request.begun = True
         self._sum_up(request)
 
-    def end(self, request: ActiveRequest, now_us: int) -> None:
-        """End a request, and remember its id for `REMEMBER_US` after `now_us`."""
-        self._move(request, RequestTransition.ENDED)
-        self._remove(request, now_us)
+    def end(self, request: ActiveRequest, now_us: int, *, is_complete: bool = False) -> None:
+        """End a request, and remember its id for `REMEMBER_US` after `now_us`.
 
-    def _remove(self, request: ActiveRequest, now_us: int) -> None:
+        Its idempotency key is remembered for `KEEP_KEY_US` if the response is complete, and may be used again if not.
+        """
+        self._move(request, RequestTransition.ENDED)
+        self._remove(request, now_us, is_complete=is_complete)
+
+    def _remove(self, request: ActiveRequest, now_us: int, *, is_complete: bool) -> None:
         del self._active[request.submitted.request_id]
         self._sum -= request.term
+        if key := request.submitted.idempotency_key:
+            del self._active_keys[key]
+            if is_complete:
+                if len(self._finished_keys) >= FINISHED_KEYS_MAX:
+                    self._finished_keys.forget_oldest()
+                self._finished_keys.add(key, request.submitted.offset, now_us + KEEP_KEY_US)
         self._remembered.add(id_hash(request.submitted.request_id), request.submitted.content, now_us + REMEMBER_US)
 
     def progress(self, event: RequestProgress, now_us: int) -> ActiveRequest:
@@ -217,7 +240,7 @@ class ActiveRequests:
         self._move(request, REPORTED[type(event)])
         match event:
             case RequestFinished() | RequestFailed():
-                self._remove(request, now_us)
+                self._remove(request, now_us, is_complete=isinstance(event, RequestFinished))
                 return request
             case FirstTokenEmitted():
                 if event.unfetched:
@@ -234,6 +257,10 @@ class ActiveRequests:
                 pass  # the transition is all that changes
         self._sum_up(request)
         return request
+
+    def of_ingress(self, incarnation: str) -> list[ActiveRequest]:
+        """Return the requests that wait for an incarnation of an ingress, in order of submission."""
+        return self._in_order(one for one in self._active.values() if one.submitted.ingress == incarnation)
 
     def of_worker(self, worker_id: str, worker_epoch: int) -> list[ActiveRequest]:
         """Return the requests that a worker has now, in order of submission."""
@@ -262,22 +289,28 @@ class ActiveRequests:
         self._remembered.forget(now_us)
         return [self._active[request_id] for request_id in self._deadlines.take(now_us)]
 
+    def expire_keys(self, now_us: int) -> None:
+        """Forget the idempotency keys whose time is over."""
+        self._finished_keys.forget(now_us)
+
     def expired_in_queue(self, now_us: int) -> list[ActiveRequest]:
         """Return the requests whose queue timeout has passed; the caller must end them."""
         return [self._active[request_id] for request_id in self._queue_deadlines.take(now_us)]
 
     def digest(self) -> int:
-        return (self._sum + self._remembered.digest()) & U64_MASK
+        return (self._sum + self._remembered.digest() + self._finished_keys.digest()) & U64_MASK
 
-    def snapshot(self) -> Iterator[RequestState | Remembered]:
+    def snapshot(self) -> Iterator[RequestState | Remembered | FinishedKeys]:
         for request in self.active():
             submitted = request.submitted
             fields: dict[str, Any] = {name: getattr(submitted, name) for name in SUBMITTED_FIELDS}
             fields |= {name: getattr(request, name) for name in STAGE_FIELDS}
             yield RequestState(sequence_hashes=submitted.packed, routing=submitted.hints, **fields)
         yield from self._remembered.snapshot()
+        for chunk in self._finished_keys.snapshot():
+            yield FinishedKeys(keys=chunk.ids, offsets=chunk.contents, due_us=chunk.due_us)
 
-    def restore(self, chunk: RequestState | Remembered) -> None:
+    def restore(self, chunk: RequestState | Remembered | FinishedKeys) -> None:
         match chunk:
             case RequestState():
                 fields: dict[str, Any] = {name: getattr(chunk, name) for name in SUBMITTED_FIELDS}
@@ -287,6 +320,8 @@ class ActiveRequests:
                 self.add(ActiveRequest(request, **{**stages, "phase": Phase(chunk.phase)}))
             case Remembered():
                 self._remembered.restore(chunk)
+            case FinishedKeys():
+                self._finished_keys.restore(Remembered(ids=chunk.keys, contents=chunk.offsets, due_us=chunk.due_us))
             case _:
                 assert_never(chunk)
 

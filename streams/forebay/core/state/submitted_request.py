@@ -40,6 +40,7 @@ class SubmittedRequest:
     ingress: str = ""
     is_salted: bool = False
     patient: bool = False
+    idempotency_key: int = 0
 
     @property
     def reply_key(self) -> int:
@@ -61,6 +62,7 @@ class SubmittedRequest:
             self.media_tokens,
             self.ingress,
             self.hints,
+            *((("idempotency_key", self.idempotency_key),) if self.idempotency_key else ()),
             seed=self.content,
         )
 
@@ -85,6 +87,7 @@ def request_from_event(event: RequestSubmitted, pool: str, offset: int, now_us: 
         ingress=event.ingress_incarnation,
         is_salted=bool(event.cache_namespace),
         patient=event.patient,
+        idempotency_key=event.idempotency_key,
     )
 
 

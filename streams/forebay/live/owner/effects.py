@@ -24,11 +24,12 @@ from forebay.events.decisions import (
     RequestAborted,
     RequestHeld,
     RequestRejected,
+    RequestRepeated,
     RequestRouted,
     RouteAnswered,
 )
 from forebay.events.requests import RequestSubmitted
-from forebay.events.tokens import CommandResponse, ResponseEnded, ResponseError, RouteResponse
+from forebay.events.tokens import CommandResponse, RequestLocated, ResponseEnded, ResponseError, RouteResponse
 from forebay.events.topics import TOKENS, work_topic
 from forebay.events.work import AnyWorkEvent, ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
 from forebay.transport.base import Draft
@@ -172,14 +173,16 @@ def encode_effects(
     group: str,
     decided: RequestHeld
     | RequestRejected
+    | RequestRepeated
     | RequestAborted
     | KvReleased
     | RouteAnswered
     | CacheResyncRequested
     | CommandSent
     | CommandEnded,
+    partition: int = 0,
 ) -> list[Draft]:
-    """Return the effects of any decision but `RequestRouted`."""
+    """Return the effects of any decision but `RequestRouted`. `partition` is the control partition of the group."""
     match decided:
         case RequestHeld():
             return []
@@ -194,6 +197,16 @@ def encode_effects(
             return [_encode_command_response(group, decided)]
         case RequestRejected():
             return [_encode_error(group, decided, 0, _rejection(decided.reason, decided.message))]
+        case RequestRepeated():
+            located = RequestLocated(
+                request_id=decided.request_id,
+                partition=partition,
+                offset=decided.offset,
+                owner_epoch=decided.owner_epoch,
+                group=group,
+                reply_key=decided.reply_key,
+            )
+            return [Draft(TOKENS.name, decided.reply_slot, encode(TOKENS, located))]
         case RequestAborted():
             drafts = []
             if decided.worker_id:

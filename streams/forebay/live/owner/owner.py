@@ -35,6 +35,7 @@ from forebay.events.decisions import (
     RequestAborted,
     RequestHeld,
     RequestRejected,
+    RequestRepeated,
     RequestRouted,
 )
 from forebay.events.fleet import OwnershipAnnounced
@@ -424,7 +425,7 @@ class Owner:
                 epoch = decision.owner_epoch
                 drafts.append(encode_work(to, request, epoch, submission, report_output=grown, store_blocks=hint))
                 continue
-            drafts += encode_effects(self._settings.group, decision)
+            drafts += encode_effects(self._settings.group, decision, self._settings.partition)
             if isinstance(decision, CommandSent):
                 drafts += self._commands(decision.command_id)
         self._submissions.forget()
@@ -475,7 +476,8 @@ class Owner:
         Called once the owner has applied all requests, because a later request may use the same id.
         """
         missing = [decided for decided in unconfirmed if not is_superseded(self.world, decided)]
-        self._send([draft for decided in missing for draft in encode_effects(self._settings.group, decided)])
+        group, partition = self._settings.group, self._settings.partition
+        self._send([draft for decided in missing for draft in encode_effects(group, decided, partition)])
 
     def _commands(self, command_id: str) -> Iterator[Draft]:
         pending = self.world.commands.get(command_id)
@@ -631,10 +633,10 @@ def is_superseded(world: World, decided: Unconfirmed) -> bool:
     """Return whether another request or command uses the same id, so that the effect would end it."""
     if isinstance(decided, CommandSent | CommandEnded):
         return world.commands.get(decided.command_id) is not None
-    if not isinstance(decided, RequestRejected | RequestAborted | KvReleased):
+    if not isinstance(decided, RequestRejected | RequestRepeated | RequestAborted | KvReleased):
         return False
     request = world.requests.get(decided.request_id)
-    if isinstance(decided, RequestRejected):
+    if isinstance(decided, RequestRejected | RequestRepeated):
         # The other request may be the older one because of which this one was rejected, for another client.
         return request is not None and request.submitted.reply_slot == decided.reply_slot
     if request is None or not isinstance(decided, KvReleased):

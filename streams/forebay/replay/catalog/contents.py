@@ -14,6 +14,7 @@ from forebay.events.decisions import (
     RequestAborted,
     RequestHeld,
     RequestRejected,
+    RequestRepeated,
     RequestRouted,
 )
 from forebay.events.fleet import WorkerDraining, WorkerFact, WorkerJoined, WorkerLost, WorkerRecovered, WorkerSuspect
@@ -173,7 +174,8 @@ class ContentsObserver(CatalogObserver):
         markers.remove_before(connection, now_us)
 
     def _submit(self, event: RequestSubmitted, now_us: int, decisions: Sequence[AnyDecision], world: World) -> None:
-        if decisions:  # otherwise it is a redelivery
+        # Without a decision it is a redelivery. A repetition is not run; its client gets the earlier response.
+        if decisions and not isinstance(decisions[0], RequestRepeated):
             number = world.view[REQUESTS.name] - 1
             self._submitted = CatalogRequest.of_submission(number, event, now_us)
             self._metrics.count_submission(now_us)

@@ -12,10 +12,8 @@ import msgspec
 
 from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
-from forebay.events.fleet import WorkerFact
-from forebay.events.progress import ProgressEvent
 from forebay.events.request_ids import log_id_of
-from forebay.events.requests import RequestCancelled, RouteQueried
+from forebay.events.requests import RouteQueried
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS, REQUESTS, Topic
 from forebay.journal.reader import JournalReader, Past
 from forebay.journal.records import OtherRules, decode_or_none
@@ -30,7 +28,7 @@ from forebay.replay.explain.find import (
     find,
     find_unapplied_submission,
 )
-from forebay.replay.explain.timeline import Timeline, submission_of
+from forebay.replay.explain.timeline import Timeline, TimelineEvent, submission_of
 from forebay.replay.policies import require_allowed
 from forebay.replay.states import States
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
@@ -226,5 +224,5 @@ async def _observe_tail(log: Log, partition: int, timeline: Timeline, view: Mapp
         found += [(topic, record) async for record in records if needle in record.value]
     for topic, record in sorted(found, key=lambda one: one[1].at_us):
         event = decode_or_none(topic, record.value)
-        if isinstance(event, ProgressEvent | WorkerFact | RequestCancelled):
+        if isinstance(event, TimelineEvent):
             timeline.observe(topic.name, record.offset, event, None)

@@ -30,6 +30,7 @@ State = Literal[
     "finished",
     "failed",
     "rejected",
+    "repeated",  # not run, because an earlier request has the same idempotency key
     "aborted",
     "answered",  # a query
     "unknown",  # after a divergence

@@ -20,6 +20,7 @@ from forebay.events.decisions import (
     RequestAborted,
     RequestHeld,
     RequestRejected,
+    RequestRepeated,
     RequestRouted,
     RouteAnswered,
 )
@@ -34,7 +35,9 @@ from forebay.transport.base import PAGE_RECORDS, Log, records_of
 
 OTHERS_MAX = 100  # IDs listed of other requests with the same client ID
 
-RequestRecord = RequestRouted | RequestHeld | RequestRejected | RequestAborted | KvReleased | RouteAnswered
+RequestRecord = (
+    RequestRouted | RequestHeld | RequestRejected | RequestRepeated | RequestAborted | KvReleased | RouteAnswered
+)
 OnProgress = Callable[[int, int], None]
 
 
@@ -169,7 +172,7 @@ def starts_use(record: RequestRecord, *, held: bool) -> bool:
     `held` means that a request with this ID waits in the router's queue before this decision.
     """
     match record:
-        case RequestHeld() | RouteAnswered():
+        case RequestHeld() | RequestRepeated() | RouteAnswered():
             return True
         case RequestRouted():
             return record.attempt == 1 and not record.earlier_attempts and not held

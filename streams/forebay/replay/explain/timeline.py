@@ -25,6 +25,7 @@ from forebay.events.decisions import (
     RequestAborted,
     RequestHeld,
     RequestRejected,
+    RequestRepeated,
     RequestRouted,
     RouteAnswered,
 )
@@ -42,7 +43,7 @@ from forebay.events.progress import (
     StageEnd,
     TransferFailed,
 )
-from forebay.events.requests import RequestCancelled, RequestSubmitted, RouteQueried
+from forebay.events.requests import RequestCancelled, RequestResumed, RequestSubmitted, RouteQueried
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS, REQUESTS
 from forebay.events.transfer import Prefilled
 from forebay.journal.reader import Step
@@ -79,7 +80,7 @@ ON_WORKER = (*STATE_AT.values(), "prefill", "decode")
 PHASES = frozenset(Phase)
 TIMELINE_TOPICS = (REQUESTS.name, PROGRESS.name, FLEET.name)  # topics with events that may be about a request
 
-TimelineEvent = ProgressEvent | WorkerFact | RequestCancelled
+TimelineEvent = ProgressEvent | WorkerFact | RequestCancelled | RequestResumed
 
 
 class _Place(NamedTuple):
@@ -107,6 +108,7 @@ class Timeline:
         self.is_behind = False  # whether the last step has events that were written before the takeover
         self._plans: deque[Routing] = deque()
         self._submission_event: tuple[SubmissionEvent, int] | None = None
+        self._ingress = ""  # incarnation of the ingress whose client waits
         self._clear(None, world.now_us)
         request = world.requests.get(request_id)
         if request is not None:
@@ -165,7 +167,13 @@ class Timeline:
             return
         elif isinstance(event, RequestCancelled):
             text = f"cancellation requested: {event.reason}"
-            self._add("cancel_requested", text, place, event, counted=not self.over)
+            is_foreign = event.ingress_incarnation and self._ingress not in ("", event.ingress_incarnation)
+            self._add("cancel_requested", text, place, event, counted=not self.over and not is_foreign)
+        elif isinstance(event, RequestResumed):
+            counted = not self.over and self._ingress != ""
+            if counted:
+                self._ingress = event.ingress_incarnation
+            self._add("resumed", "its client reads the response at another ingress", place, event, counted=counted)
         elif isinstance(event, RequestProgress):
             self._observe_progress(event, place)
 
@@ -195,6 +203,7 @@ class Timeline:
         self._entries: list[TimelineEntry | Takeover] = []
         self._times: TimeByPart | None = None  # None if the beginning is missing
         self._on: tuple[int, str, int] = (0, "", 0)  # attempt, worker ID, worker epoch
+        self._ingress = event.ingress_incarnation if isinstance(event, RequestSubmitted) else ""
         self._stage = "aggregated"
         self._embedded = False  # the encoded images and videos wait to be fetched
         self._kept_by: tuple[str, int] | None = None  # worker and epoch that keep its KV to be fetched
@@ -207,6 +216,7 @@ class Timeline:
         self._kept_by = None if kept is None else (kept.worker_id, kept.worker_epoch)
         self._on = request.stage_attempt, request.worker_id, request.worker_epoch
         submitted = request.submitted
+        self._ingress = submitted.ingress
         self._submission = Submission(
             offset=submitted.offset,
             model=self._world.pools[submitted.pool].model,
@@ -232,7 +242,7 @@ class Timeline:
                     self._submission_event = event, offset
             case OwnershipAnnounced():
                 self._owner_epoch = max(self._owner_epoch, event.owner_epoch)
-            case ProgressEvent() | RequestCancelled() | WorkerFact():
+            case ProgressEvent() | RequestCancelled() | RequestResumed() | WorkerFact():
                 self.observe(topic, offset, event, self._now_us)
 
     def _flush(self) -> None:
@@ -250,7 +260,7 @@ class Timeline:
             return
         if not self.begun or starts_use(record, held=self._state == "queued"):
             self._begin()
-        for choice in () if isinstance(record, RequestAborted | KvReleased) else record.pools:
+        for choice in () if isinstance(record, RequestRepeated | RequestAborted | KvReleased) else record.pools:
             self._add("pool_chosen", choice_text(choice, self._prompt_tokens), place)
         match record:
             case RequestHeld():
@@ -262,6 +272,10 @@ class Timeline:
                 left_out = excluded_ranks(self._world, self._event, record)
                 self._end("rejected", record.reason, record.message, place.now_us, left_out=left_out)
                 self._add("rejected" if isinstance(record, RequestRejected) else "answered", end_text(record), place)
+            case RequestRepeated():
+                text = f"the request at {REQUESTS.name} offset {record.offset} has the same idempotency key"
+                self._end("repeated", "", text, place.now_us)
+                self._add("repeated", f"not run: {text}", place)
             case RequestAborted():
                 self._end("aborted", record.reason, record.message, place.now_us)
                 self._add("aborted", end_text(record), place)

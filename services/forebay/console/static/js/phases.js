@@ -9,7 +9,7 @@ export const PHASES = {
   decode: "decode",
 };
 
-const ENDED = new Set(["finished", "failed", "rejected", "aborted", "cancelled", "answered"]);
+const ENDED = new Set(["finished", "failed", "rejected", "repeated", "aborted", "cancelled", "answered"]);
 
 export function hasEnded(state) {
   return ENDED.has(state);
