@@ -16,10 +16,12 @@ from forebay.events.codec import decode, encode
 from forebay.events.decisions import RequestAborted
 from forebay.events.fleet import IngressJoined, IngressLost
 from forebay.events.groups import GroupPlaced
+from forebay.events.requests import RequestCancelled, RequestResumed
 from forebay.events.topics import FLEET, GROUPS, work_topic
 from forebay.events.work import WorkCancelled
 from forebay.journal.groups import groups_of
-from forebay.live.owner.ingress_presence import IngressPresence
+from forebay.live.owner import ingress_presence
+from forebay.live.owner.ingress_presence import GRACE_MS, IngressPresence
 from forebay.live.owner.lease_judgement import TTL_UNKNOWN_MS, LeaseJudge, ObservedTime, Standing
 from forebay.live.router.placement import GroupPlacement, PlacementMetrics
 from forebay.transport.base import Draft, Lease
@@ -252,11 +254,13 @@ def lease(name: str = "i1", token: str = "t", **changes: Any) -> Lease:
 
 
 class PolledIngresses:
-    """The ingress leases as polled by an owner that has applied all of `fleet`."""
+    """The ingress leases as polled by an owner that has applied all of `fleet`. `busy` incarnations have requests."""
 
     def __init__(self, log: SqliteLog, fleet: Fleet | None = None, busy: Collection[str] = ()) -> None:
         self.log = log
-        self.presence = IngressPresence(log, 0, 7, Fleet() if fleet is None else fleet, busy=busy)
+        self.busy = set(busy)
+        fleet = Fleet() if fleet is None else fleet
+        self.presence = IngressPresence(log, 0, 7, fleet, is_busy=lambda incarnation: incarnation in self.busy)
 
     async def poll(self, *leases: Lease, observed_ms: int = 500) -> list[Lease]:
         return await self.presence.update(
@@ -312,6 +316,70 @@ async def test_an_ingress_that_released_its_lease_left_and_a_replaced_one_is_los
     ]
 
 
+def dead(way: str) -> list[Lease]:
+    """Return the leases after the incarnation `t` of the ingress i1 was lost in one of three ways."""
+    return {"released": [lease(released=True)], "replaced": [lease(token="t2")], "gone": []}[way]
+
+
+LOSS_MS = {"released": 0, "replaced": 0, "gone": TTL_MS}  # time until the loss of a lease is certain
+
+
+async def lose(polled: PolledIngresses, way: str) -> None:
+    """Let the ingress i1 join, and lose it while another one stays."""
+    await polled.poll(lease(), lease("i2"))
+    for renewed in range(LOSS_MS[way] // HALF_MS + 1):
+        await polled.poll(*dead(way), lease("i2", renewed=renewed + 1), observed_ms=HALF_MS)
+
+
+@pytest.mark.parametrize("way", LOSS_MS)
+async def test_a_lost_ingress_for_which_clients_wait_has_a_grace_time(way: str, log: SqliteLog) -> None:
+    polled = PolledIngresses(log, busy={"t"})
+    await lose(polled, way)
+    joined = [(IngressJoined, "i1", "t"), (IngressJoined, "i2", "t")]
+    left_ms = GRACE_MS
+    while left_ms > 0:
+        assert polled.facts() == joined
+        left_ms -= 500
+        await polled.poll(*dead(way), lease("i2", renewed=100 + left_ms))
+    after = [(IngressJoined, "i1", "t2")] if way == "replaced" else []
+    assert polled.facts() == [*joined, (IngressLost, "i1", "t"), *after]
+
+
+async def test_the_grace_time_ends_early_with_the_requests_and_begins_again_with_a_new_owner(log: SqliteLog) -> None:
+    polled = PolledIngresses(log, busy={"t"})
+    await lose(polled, "released")
+    await polled.poll(*dead("released"), observed_ms=100 * GRACE_MS)  # a pause of the owner counts for half of it
+    successor = PolledIngresses(log, applied_fleet(log), busy={"t"})
+    for _ in range(2):
+        await successor.poll(*dead("released"), observed_ms=GRACE_MS // 2)
+    assert IngressLost not in [kind for kind, *_ in polled.facts()]
+    successor.busy.clear()
+    assert await successor.poll(*dead("released")) == []
+    assert polled.facts()[-1] == (IngressLost, "i1", "t")
+    assert await successor.poll(*dead("released")) == dead("released")
+
+
+async def test_an_ingress_that_renews_its_lease_in_its_grace_time_is_not_lost(log: SqliteLog) -> None:
+    polled = PolledIngresses(log, busy={"t"})
+    await lose(polled, "gone")
+    for renewed in range(1, 40):
+        await polled.poll(lease(renewed=renewed), lease("i2", renewed=10 + renewed))
+    assert [kind for kind, *_ in polled.facts()] == [IngressJoined] * 2
+    await polled.poll(lease(released=True), lease("i2", renewed=99))
+    polled.busy.clear()
+    await polled.poll(lease(released=True), lease("i2", renewed=100))
+    assert polled.facts()[-1] == (IngressLost, "i1", "t")
+
+
+async def test_a_foreign_record_may_remove_an_ingress_in_its_grace_time(log: SqliteLog) -> None:
+    polled = PolledIngresses(log, busy={"t"})
+    await lose(polled, "replaced")
+    forged = IngressLost(owner_epoch=7, ingress_id="i1", incarnation="t")
+    await log.append([Draft(FLEET.name, 0, encode(FLEET, forged))])
+    await polled.poll(*dead("replaced"), lease("i2", renewed=100))
+    assert polled.facts()[-1] == (IngressJoined, "i1", "t2")
+
+
 async def test_a_flushed_store_loses_no_ingress_even_for_a_new_owner(log: SqliteLog, polled: PolledIngresses) -> None:
     await polled.poll(lease(), lease("i2"))
     for renewed in range(1, 10):
@@ -330,7 +398,10 @@ async def test_invalid_ingress_names_are_rejected_once(polled: PolledIngresses) 
     assert polled.presence.refused == {"name": 1}
 
 
-async def test_an_owner_cancels_the_requests_of_a_killed_ingress(log: SqliteLog) -> None:
+async def test_an_owner_cancels_the_requests_of_a_killed_ingress(
+    log: SqliteLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingress_presence, "GRACE_MS", 2)
     leases = embedded_leases()
     async with System(log).started(workers=0) as system, system.owned(ingress_leases=leases) as owner:
         system.start_worker("w0", speedup=3.0)
@@ -349,6 +420,21 @@ async def test_an_owner_cancels_the_requests_of_a_killed_ingress(log: SqliteLog)
     ]
     cancelled = system.events(work_topic("default"), WorkCancelled)
     assert [one.request_id for one in cancelled] == ["http"]
+
+
+async def test_a_request_that_is_resumed_in_the_grace_time_survives_its_ingress(log: SqliteLog) -> None:
+    leases = embedded_leases()
+    async with System(log).started(workers=1) as system, system.owned(ingress_leases=leases) as owner:
+        leases.acquire(MODEL, "i1", "mine", b"", 60_000)
+        await until(lambda: owner.world.fleet.ingresses() and len(owner.world.fleet))
+        system.send(submitted("r", [1, 2, 3], max_tokens=150, ingress_incarnation="mine"))
+        await until(lambda: len(owner.world.requests))
+        leases.release(MODEL, "i1", "mine")
+        system.send(RequestResumed(request_id="r", ingress_incarnation="another"))
+        system.send(RequestCancelled(request_id="r", ingress_incarnation="mine"))
+        await until(lambda: system.events(FLEET, IngressLost))
+        await until_ended(system, "r")
+    assert (system.decisions(RequestAborted), len(system.answer("r"))) == ([], 150)
 
 
 # Groups get partitions from leases, and all readers see the same directory

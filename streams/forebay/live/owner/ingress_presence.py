@@ -2,17 +2,23 @@
 
 Only the owner does this. It judges ingresses by the same rules as workers (see `forebay.live.owner.lease_judgement`).
 An ingress that never had a lease is not a member. It cannot be lost, so none of its requests is aborted.
+
+If clients still wait for a lost ingress, `IngressLost` follows after `RESUME_GRACE_S`, in which they may read their
+responses at another ingress (`RequestResumed`). Only observed time counts, and a new owner starts the grace time again.
+Meanwhile another incarnation of the ingress is not a member. If that is also lost in this time, its requests run on.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from forebay import runtime
 from forebay.core.state.fleet import Fleet
 from forebay.events.codec import encode
 from forebay.events.fleet import FleetEvent, IngressJoined, IngressLost
 from forebay.events.names import printable
+from forebay.events.requests import RESUME_GRACE_S
 from forebay.events.topics import FLEET
 from forebay.live.owner.lease_judgement import LeaseJudge, Standing
 from forebay.transport.base import Draft, Lease, Log
@@ -20,21 +26,35 @@ from forebay.transport.base import Draft, Lease, Log
 logger = logging.getLogger(__name__)
 
 NAME_CHARS_MAX = 256  # the limit of names in events
+GRACE_MS = round(RESUME_GRACE_S * 1000)
+
+
+@dataclass(slots=True)
+class _Lost:
+    """Lost incarnation for which clients still wait. `waited_ms` is observed time since the loss."""
+
+    reason: str
+    waited_ms: int = 0
 
 
 class IngressPresence:
     """Adds ingresses to the members of one group, and removes lost ingresses, as their leases require.
 
-    The loss of a `busy` incarnation, which had requests in flight when this owner started, is logged as a warning, even
-    if it ended before. `refused` counts rejected leases, and ingresses that foreign records changed, by reason.
+    `is_busy` returns whether clients wait for their responses at an incarnation. The loss of an incarnation that was
+    busy when this owner started is logged as a warning, even if it ended before. `refused` counts rejected leases, and
+    ingresses that foreign records changed, by reason.
     """
 
-    def __init__(self, log: Log, partition: int, owner_epoch: int, fleet: Fleet, *, busy: Collection[str] = ()) -> None:
+    def __init__(
+        self, log: Log, partition: int, owner_epoch: int, fleet: Fleet, *, is_busy: Callable[[str], bool]
+    ) -> None:
         self._log = log
         self._partition = partition
         self._owner_epoch = owner_epoch
+        self._is_busy = is_busy
         self._judge = LeaseJudge()
         self._members: dict[str, str] = {}
+        self._lost: dict[str, _Lost] = {}  # members in their grace time
         self._written_end = 0
         self._refused: set[str] = set()
         self._silent: dict[str, int] = {}  # deadlines of the leases of lost incarnations, by token
@@ -43,7 +63,7 @@ class IngressPresence:
             self._members[ingress.ingress_id] = ingress.incarnation
             self._judge.add(ingress.ingress_id, ingress.incarnation, ingress.lease_ttl_ms)
         # Members of an earlier owner without requests, until this owner has seen their leases.
-        self._unseen = {name for name, incarnation in self._members.items() if incarnation not in busy}
+        self._unseen = {name for name, incarnation in self._members.items() if not is_busy(incarnation)}
 
     async def update(self, leases: list[Lease], fleet: Fleet, applied: int, observed_ms: int = 0) -> list[Lease]:
         """Append the changes since the last poll to `fleet`, and return the ended leases that may be deleted."""
@@ -53,11 +73,13 @@ class IngressPresence:
         for name in self._unseen.intersection(held):
             if held[name].token == self._members[name] and not held[name].released:
                 self._unseen.discard(name)
+        for name in list(self._lost):
+            await self._wait(name, held.get(name), observed_ms)
         for name, verdict in self._judge.poll(held, observed_ms).items():
             if verdict.standing is Standing.LOST:
                 await self._lose(name, verdict.reason, held.get(name))
         others = [lease for lease in leases if lease.worker_id not in self._members]
-        tokens = {lease.token for lease in others}
+        tokens = {lease.token for lease in leases}
         self._silent = {token: deadline_ms for token, deadline_ms in self._silent.items() if token in tokens}
         ended = [lease for lease in others if self._has_ended(lease)]
         for lease in others:
@@ -79,7 +101,8 @@ class IngressPresence:
 
     def _forget(self, name: str) -> None:
         self._unseen.discard(name)
-        self._judge.remove(name)
+        if self._lost.pop(name, None) is None:
+            self._judge.remove(name)
         del self._members[name]
 
     def _has_ended(self, lease: Lease) -> bool:
@@ -123,8 +146,23 @@ class IngressPresence:
             logger.info("ingress %s left: %s", name, reason)
         else:
             logger.warning("ingress %s is lost: %s", name, reason)
-        self._forget(name)
-        await self._write_lost(name, incarnation, reason)
+        self._judge.remove(name)
+        self._lost[name] = _Lost(reason)
+        await self._wait(name, lease, 0)
+
+    async def _wait(self, name: str, lease: Lease | None, observed_ms: int) -> None:
+        """Report the loss of an ingress once its grace time is over or no request waits for it, unless it is back."""
+        incarnation, lost = self._members[name], self._lost[name]
+        if lease is not None and lease.token == incarnation and not self._has_ended(lease):
+            del self._lost[name]
+            self._judge.add(name, incarnation, lease.ttl_ms, lease)
+            logger.info("ingress %s renewed its lease", name)
+            return
+        # Capped, so that a paused owner reads the resumptions of its pause before the time is over.
+        lost.waited_ms += min(observed_ms, GRACE_MS // 2)
+        if lost.waited_ms >= GRACE_MS or not self._is_busy(incarnation):
+            self._forget(name)
+            await self._write_lost(name, incarnation, lost.reason)
 
     async def _write_lost(self, name: str, incarnation: str, reason: str) -> None:
         await self._write(

@@ -215,8 +215,13 @@ class Owner:
             by_lease=by_lease,
             busy={request.worker_id for request in active},
         )
-        busy = {request.submitted.ingress for request in active}
-        self.ingresses = IngressPresence(self._log, settings.partition, epoch, self.world.fleet, busy=busy)
+        self.ingresses = IngressPresence(
+            self._log,
+            settings.partition,
+            epoch,
+            self.world.fleet,
+            is_busy=lambda incarnation: bool(self.world.requests.of_ingress(incarnation)),
+        )
 
     async def run(self) -> None:
         """Repeat `turn` until `stop` is called. Raises LogError if the log fails or another owner took over."""
