@@ -127,10 +127,10 @@ coverage: $(READY) ## check that events, core, engine_model and kv_tiers have 10
 bench: $(READY) ## run a benchmark and print its results; names in ARGS="..."
 	@$(BIN)/python -m tests.benchmarks $(ARGS)
 
-schemas: $(READY) ## regenerate the schema registry and docs/events.md, add missing wire samples
+schemas: $(READY) ## regenerate schemas, docs/events.md and tables of API fields, add missing wire samples
 	@$(BIN)/python -m tests.harness.schemas
 	@$(BIN)/python -m tests.harness.samples
-	@git status --short -- schemas docs/events.md tests/events/samples
+	@git status --short -- schemas docs tests/events/samples
 
 golden: $(READY) ## rewrite the recordings of tests/logs after a rule change; names in ARGS="..."
 	@$(BIN)/python -m tests.logs.record $(ARGS)

@@ -10,6 +10,7 @@ from forebay.events.codec import decode
 from forebay.events.topics import Topic
 from tests.harness import schemas
 from tests.harness.event_schemas import TOPICS, document, registry
+from tests.harness.field_tables import pages
 from tests.harness.samples import SAMPLES, event_types, readable, samples, tag_of
 
 STALE = "stale: run `make schemas` and commit what it writes"
@@ -22,6 +23,7 @@ def test_the_registry_is_up_to_date() -> None:
 
 def test_the_document_is_up_to_date() -> None:
     assert schemas.DOCUMENT.read_text() == schemas.page(), STALE
+    assert {path: path.read_text() for path in pages()} == pages(), STALE
 
 
 @pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.name)
@@ -51,6 +53,7 @@ def test_schemas_state_tags_requirements_and_bounds() -> None:
 def test_the_writer_replaces_stale_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schemas, "REGISTRY", tmp_path)
     monkeypatch.setattr(schemas, "DOCUMENT", tmp_path / "events.md")
+    monkeypatch.setattr(schemas, "pages", dict)
     (tmp_path / "gone.json").write_text("{}")
     schemas.main()
     assert {path.stem for path in tmp_path.glob("*.json")} == set(registry())

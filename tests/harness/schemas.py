@@ -1,4 +1,4 @@
-"""Write the JSON Schemas and docs/events.md from the event types: `make schemas`.
+"""Write the JSON Schemas and docs/events.md from the event types, and the fields of the APIs: `make schemas`.
 
 The last chapter of docs/events.md is about recordings: their SQLite tables, with each column explained.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from forebay.transport.sqlite import schema as sqlite_schema
 from forebay.transport.sqlite.recording import TABLES
 from tests.harness.event_schemas import document, registry
+from tests.harness.field_tables import pages
 
 ROOT = Path(__file__).resolve().parents[2]
 REGISTRY = ROOT / "schemas/forebay/events/registry"
@@ -90,6 +91,8 @@ def main() -> None:
     for stem, schema in registry().items():
         (REGISTRY / f"{stem}.json").write_text(json.dumps(schema, indent=2, ensure_ascii=False) + "\n")
     DOCUMENT.write_text(page())
+    for path, text in pages().items():
+        path.write_text(text)
 
 
 def page() -> str:

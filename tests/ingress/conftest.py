@@ -64,6 +64,7 @@ SLOT = 4
 MODULE_LOOP = pytest.mark.asyncio(loop_scope="module")
 BODY_MAX = 200_000
 CHAT, TEXT, EMBED, ROUTE = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/route"
+RESPONSES = "/v1/responses"
 HELLO = [{"role": "user", "content": "Hello there"}]
 ADMIN_TOKEN = "token-of-tests"
 HEADERS = {"authorization": f"Bearer {ADMIN_TOKEN}", "content-type": "application/json"}

@@ -21,6 +21,7 @@ from tests.ingress.conftest import (
     HEADERS,
     MODULE_LOOP,
     NAME,
+    RESPONSES,
     ROUTE,
     TEXT,
     Scene,
@@ -31,8 +32,8 @@ from tests.ingress.conftest import (
 )
 
 PUBLIC = {
-    *("/docs/{name}", CHAT, TEXT, EMBED, ROUTE, "/v1/models", "/v1/models/{name:path}", "/v1/status", "/version"),
-    *("/v1/requests/{request_id:path}/explain", "/tokenize", "/detokenize"),
+    *("/docs/{name}", CHAT, TEXT, EMBED, RESPONSES, ROUTE, "/v1/models", "/v1/models/{name:path}", "/v1/status"),
+    *("/v1/requests/{request_id:path}/explain", "/tokenize", "/detokenize", "/version"),
 }
 BODY = {"model": NAME, "prompt": "a", "input": "a", "lora_name": "x", "lora_path": "/x", "action": "pause"}
 KEYS = ("first-key", "second-key")
@@ -218,7 +219,7 @@ async def test_every_route_is_open_or_requires_a_key_or_the_admin_token(keyed: S
         code = (await status(keyed, method, concrete(path), None))[1]
         found[{"invalid_api_key": "key", "admin_token_missing": "admin"}.get(code, "open")].add(concrete(path))
     assert found["open"] <= OPEN
-    assert found["key"] >= {CHAT, TEXT, EMBED, ROUTE, "/v1/models"}
+    assert found["key"] >= {CHAT, TEXT, EMBED, RESPONSES, ROUTE, "/v1/models"}
     assert found["admin"] >= {"/v1/commands", "/v1/loras", "/v1/loras/x", "/pause", "/busy_threshold"}
     assert all(requires_api_key(path) for path in ("/tokenize", "/detokenize", "/v1/anything"))
     assert is_untouched(keyed)

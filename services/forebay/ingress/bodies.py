@@ -2,8 +2,14 @@
 
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.requests import CHAT_PATH, TEXT_PATH, ChatBody, TextBody
+from forebay.ingress.responses.body import RESPONSES_PATH, ResponsesBody
 
 EMBEDDING_PATH = "/v1/embeddings"
 
-AnyBody = ChatBody | TextBody | EmbeddingBody
-KINDS: dict[str, type[AnyBody]] = {CHAT_PATH: ChatBody, TEXT_PATH: TextBody, EMBEDDING_PATH: EmbeddingBody}
+AnyBody = ChatBody | TextBody | EmbeddingBody | ResponsesBody
+KINDS: dict[str, type[AnyBody]] = {
+    CHAT_PATH: ChatBody,
+    TEXT_PATH: TextBody,
+    EMBEDDING_PATH: EmbeddingBody,
+    RESPONSES_PATH: ResponsesBody,
+}

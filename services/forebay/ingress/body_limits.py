@@ -24,16 +24,20 @@ class _Url(msgspec.Struct):
 
 
 class _Part(msgspec.Struct):
-    image_url: _Url | None = None
+    image_url: _Url | str | None = None
     video_url: _Url | None = None
 
 
 class _Message(msgspec.Struct):
     content: list[_Part] | str | None = None
+    output: list[_Part] | str | None = None  # of a function
 
 
 class _Chat(msgspec.Struct):
+    """The parts with images and videos, in `input` those of the Responses API."""
+
     messages: list[_Message] = []
+    input: list[_Message] | str = ""
 
 
 class _Lists(msgspec.Struct):
@@ -108,9 +112,13 @@ def _media_bytes(raw: bytes) -> int:
         chat = msgspec.json.decode(raw, type=_Chat)
     except (msgspec.MsgspecError, RecursionError):
         return 0
-    parts = (part for message in chat.messages if isinstance(message.content, list) for part in message.content)
-    urls = (one.url for part in parts for one in (part.image_url, part.video_url) if one is not None)
-    return sum(len(bytes(url)) for url in urls if url is not msgspec.UNSET)
+    messages = [*chat.messages, *(chat.input if isinstance(chat.input, list) else ())]
+    contents = (content for message in messages for content in (message.content, message.output))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    urls = (
+        one if isinstance(one, str) else one.url for part in parts for one in (part.image_url, part.video_url) if one
+    )
+    return sum(len(url.encode() if isinstance(url, str) else bytes(url)) for url in urls if url is not msgspec.UNSET)
 
 
 def _separators(raw: bytes) -> int:

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from forebay.events.rendering import Api, Rendering
 from forebay.ingress.formatter import Formatter
 from forebay.ingress.render import CompletionFormatter
+from forebay.ingress.responses.formatter import ResponsesFormatter
 
 FORMATTERS: Mapping[Api, type[Formatter]] = {
     "chat_completions": CompletionFormatter,
     "completions": CompletionFormatter,
+    "responses": ResponsesFormatter,
 }
 
 

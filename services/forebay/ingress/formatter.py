@@ -67,9 +67,9 @@ class ServingInfo:
 
 
 class WholeChoice(NamedTuple):
-    """Complete output of one choice, its finish reason, and the workers that generated it."""
+    """Output of one choice, its finish reason, and the workers that generated it."""
 
-    output: OutputDelta
+    deltas: Sequence[OutputDelta]
     reason: str
     served: ServingInfo
 
@@ -82,11 +82,13 @@ class Formatter(ABC):
     Attributes:
         response_id: id of the response for the client.
         done: bytes after the last event of a stream that succeeded.
+        needs_positions: whether the whole response depends on the deltas of single token positions.
         counts_each_event: whether the events of `delta` and `close` get the token counts so far from `with_usage`.
     """
 
     done = b""
     counts_each_event = False
+    needs_positions = False
 
     def __init__(self, rendering: Rendering, response_id: str) -> None:
         self.rendering = rendering

@@ -10,7 +10,7 @@ from forebay.events.rendering import Rendering
 from forebay.events.tokens import RouteResponse, Usage
 from forebay.ingress.formatter import Formatter, ServingInfo, SseEvent, WholeChoice
 from forebay.ingress.openai.requests import CompletionOptions
-from forebay.ingress.parsers.deltas import DecodedLogprob, OutputDelta, ToolCallDelta
+from forebay.ingress.parsers.deltas import DecodedLogprob, OutputDelta, ToolCallDelta, merge_deltas
 
 _encode = msgspec.json.encode
 
@@ -72,7 +72,7 @@ class CompletionFormatter(Formatter):
         return SseEvent(event.data[:-1] + b',"usage":' + _encode(usage_of(usage)) + b"}")
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
-        listed = [self._choice(index, one.output, one.reason) for index, one in enumerate(choices)]
+        listed = [self._choice(index, merge_deltas(one.deltas), one.reason) for index, one in enumerate(choices)]
         extensions = self._extensions([one.served for one in choices])
         return _encode({**self._head, "choices": listed, "usage": usage_of(usage), **extensions})
 

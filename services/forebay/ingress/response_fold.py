@@ -25,7 +25,7 @@ from forebay.ingress.model import Model
 from forebay.ingress.openai.embeddings import embeddings
 from forebay.ingress.openai.tools import decode_selection
 from forebay.ingress.parsers.composer import Composer, OutputPlan
-from forebay.ingress.parsers.deltas import EMPTY_DELTA, OutputDelta, merge_deltas
+from forebay.ingress.parsers.deltas import OutputDelta
 from forebay.ingress.parsers.selection import ParseOptions, ParserFactory
 
 
@@ -158,7 +158,7 @@ class _Choice:
         part: number of events since the last token.
         has_delta: whether the stream has a delta of the choice.
         deltas: the output so far, unless the response is a stream.
-        whole: reason of the end and workers, with the complete output unless the response is a stream; None before.
+        whole: the output with the reason of its end and the workers; None before its end.
     """
 
     __slots__ = ("composer", "deltas", "has_delta", "part", "position", "whole")
@@ -214,7 +214,7 @@ class CompletionFold(ResponseFold):
     ) -> None:
         choice = self._choices[index]
         composer = choice.composer
-        if composer.is_joinable and not self.stream:
+        if composer.is_joinable and not self.stream and not self._formatter.needs_positions:
             choice.position += len(token_ids)
             self.output_tokens += len(token_ids)
             choice.deltas.append(composer.push(token_ids))
@@ -253,8 +253,7 @@ class CompletionFold(ResponseFold):
     def _close(self, events: list[StreamEvent], index: int, reason: str, served: ServingInfo) -> None:
         choice, formatter = self._choices[index], self._formatter
         reason = choice.composer.reason(reason)
-        output = merge_deltas(choice.deltas) if choice.deltas else EMPTY_DELTA
-        choice.whole, choice.deltas = WholeChoice(output, reason, served), []
+        choice.whole = WholeChoice(choice.deltas, reason, served)
         self._missing -= 1
         self.is_over = not self._missing
         if self.stream:

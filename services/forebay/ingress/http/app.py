@@ -28,6 +28,7 @@ from forebay.ingress.http.queries import StatusOf, add_explain, add_route_query,
 from forebay.ingress.http.requests import RunRoutes, error_response
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.requests import CHAT_PATH, TEXT_PATH, ChatBody, TextBody
+from forebay.ingress.responses.body import RESPONSES_PATH, ResponsesBody
 from forebay.ingress.served_models import ServedModels
 from forebay.replay.status import GroupStatus
 from forebay.transport.base import LogError
@@ -107,6 +108,7 @@ def _describe_runs(app: FastAPI) -> None:
     add(CHAT_PATH, ChatBody, "Create a chat completion.")
     add(TEXT_PATH, TextBody, "Continue a text or a list of token ids.")
     add(EMBEDDING_PATH, EmbeddingBody, "Create embeddings.")
+    add(RESPONSES_PATH, ResponsesBody, "Create a response.")
 
 
 def _add_models(app: FastAPI, models: ServedModels) -> None:

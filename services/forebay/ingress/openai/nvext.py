@@ -220,9 +220,13 @@ class RoutedBody(CheckedBody):
     endpoint: ClassVar[Api]
     id_prefix: ClassVar[str]
 
-    model: str
-    cache_salt: Annotated[str, Field(max_length=NAME_CHARS_MAX)] | None = None
-    nvext: Nvext | None = None
+    model: str = Field(description="Name of the model or of one of its LoRA adapters.")
+    cache_salt: Annotated[str, Field(max_length=NAME_CHARS_MAX)] | None = Field(
+        default=None, description="Requests share cached blocks only if their salts are equal."
+    )
+    nvext: Nvext | None = Field(
+        default=None, description="Hints for routing and caching, see [routing.md](routing.md)."
+    )
 
     @property
     def options(self) -> str:

@@ -110,6 +110,8 @@ IGNORED = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"
 
 PART_FIELDS = ("text", "image_url", "video_url")
 
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
 
 class CompletionOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """Fields of a completion body that determine the format of its response, as `Rendering.options` has them.
@@ -168,7 +170,7 @@ class Message(Body):
     }
     ignored = frozenset({"parsed"})  # the content as parsed by OpenAI's client
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None

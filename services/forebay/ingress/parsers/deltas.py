@@ -1,5 +1,6 @@
 """Deltas (consecutive parts) of a response, as parsers produce them and clients receive them."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -65,7 +66,7 @@ class Parser(Protocol):
         """Return the delta of the text that was kept back, at the end of the response."""
 
 
-def merge_deltas(deltas: list[OutputDelta]) -> OutputDelta:
+def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
     """Return consecutive deltas as one delta. Its `calls` has one entry per tool call, ordered by index."""
     calls: dict[int, ToolCallDelta] = {}
     for call in (call for delta in deltas for call in delta.calls):

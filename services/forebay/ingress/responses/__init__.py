@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: its request bodies, the items of a conversation, and the format of its responses."""

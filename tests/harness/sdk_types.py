@@ -1,0 +1,28 @@
+"""Check objects of an API against the types of its official Python client, which accept unknown fields themselves."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter
+
+
+def validated(kind: Any, value: Any) -> Any:
+    """Return a JSON value as the type `kind` of a client. Raises if a field is missing, invalid or unknown."""
+    found = _adapter(kind).validate_python(value)
+    unknown = list(_unknown(found, kind.__name__ if isinstance(kind, type) else ""))
+    assert not unknown, f"the client does not know {', '.join(unknown)}"
+    return found
+
+
+_adapter = functools.cache(TypeAdapter)  # building one takes a second
+
+
+def _unknown(value: Any, path: str) -> Iterator[str]:
+    if isinstance(value, BaseModel):
+        yield from (f"{path}.{name}" for name in value.model_extra or ())
+        for name in type(value).model_fields:
+            yield from _unknown(getattr(value, name), f"{path}.{name}")
+    elif isinstance(value, list):
+        for number, one in enumerate(value):
+            yield from _unknown(one, f"{path}[{number}]")

@@ -1,0 +1,279 @@
+"""The Responses API: bodies become chats, and output becomes the objects and events of OpenAI's types."""
+
+import json
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses.response_create_params import ResponseCreateParamsBase, ResponseCreateParamsStreaming
+
+from forebay.events.rendering import Rendering
+from forebay.events.tokens import Usage
+from forebay.ingress.errors import ApiError
+from forebay.ingress.formatter import ServingInfo, SseEvent, WholeChoice
+from forebay.ingress.openai.fields import parse
+from forebay.ingress.parsers.deltas import DecodedLogprob, OutputDelta, ToolCallDelta, merge_deltas
+from forebay.ingress.responses.body import ResponsesBody
+from forebay.ingress.responses.formatter import ResponsesFormatter, response_of
+from tests.harness.field_tables import rows
+from tests.harness.sdk_types import validated
+from tests.ingress.conftest import NAME, RESPONSES, Scene
+
+ID = "resp_1~2~0.1f"
+SERVED = ServingInfo("r", "w1", 0, 1)
+USAGE = Usage(prompt_tokens=9, output_tokens=4, cached_tokens=8)
+FUNCTION = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
+EVERYTHING: Any = {
+    "instructions": "Be brief.",
+    "metadata": {"order": "7"},
+    "tools": [FUNCTION],
+    "tool_choice": {"type": "function", "name": "weather"},
+    "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}},
+    "reasoning": {"effort": "low"},
+    "include": ["message.output_text.logprobs"],
+    "top_logprobs": 2,
+    "max_output_tokens": 50,
+    "user": "u",
+}
+
+
+def body(**fields: Any) -> ResponsesBody:
+    return parse(ResponsesBody, json.dumps({"model": NAME, "input": "Hello there", **fields}).encode())
+
+
+def formatter(**fields: Any) -> ResponsesFormatter:
+    options = body(**fields).options
+    return ResponsesFormatter(Rendering(api="responses", model=NAME, created_s=1_700_000_000, options=options), ID)
+
+
+def read(events: list[SseEvent]) -> list[Any]:
+    """Return events as the types of OpenAI's client. Raises if one does not match."""
+    found = [validated(ResponseStreamEvent, msgspec.json.decode(event.data)) for event in events]
+    assert [event.type for event in found] == [event.name for event in events]
+    return found
+
+
+def streamed(deltas: list[OutputDelta], reason: str = "stop", **fields: Any) -> list[Any]:
+    made = formatter(**fields)
+    events = made.begin()
+    for delta in deltas:
+        events += made.delta(0, delta)
+    return read([*events, *made.close(0, reason, SERVED), *made.finish(USAGE)])
+
+
+LOGPROB = DecodedLogprob(b" yes", -0.5, (DecodedLogprob(b" yes", -0.5), DecodedLogprob(b"\xe2", -2.0)))
+texts = st.text(min_size=1, max_size=5)
+text_deltas = (
+    st.builds(OutputDelta, content=texts, logprobs=st.sampled_from([(), (LOGPROB,)]))
+    | st.builds(OutputDelta, logprobs=st.just((LOGPROB,)))
+    | st.builds(OutputDelta, reasoning=texts)
+)
+
+
+def with_calls(pieces: list[OutputDelta | list[str]]) -> list[OutputDelta]:
+    """Return deltas in which each list of arguments is a call."""
+    found: list[OutputDelta] = []
+    for index, piece in enumerate(pieces):
+        if isinstance(piece, OutputDelta):
+            found.append(piece)
+        else:
+            calls = [ToolCallDelta(index, "weather", f"call_{index}")]
+            calls += [ToolCallDelta(index, arguments=text) for text in piece]
+            found += [OutputDelta(calls=(call,)) for call in calls]
+    return found
+
+
+deltas = st.lists(text_deltas | st.lists(texts, max_size=3), max_size=10).map(with_calls)
+
+
+@given(deltas=deltas, reason=st.sampled_from(["stop", "tool_calls", "length", "content_filter"]))
+def test_every_event_has_the_official_type_and_adds_up_to_the_whole(deltas: list[OutputDelta], reason: str) -> None:
+    events = streamed(deltas, reason, **EVERYTHING)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    response = events[-1].response
+    made = formatter(**EVERYTHING)
+    whole = json.loads(made.whole([WholeChoice(tuple(deltas), reason, SERVED)], USAGE))
+    assert validated(Response, whole) == response
+    merged = merge_deltas(deltas)
+    assert response.output_text == merged.content
+    arguments = [item.arguments for item in response.output if item.type == "function_call"]
+    assert arguments == [call.arguments for call in merged.calls]
+    for index, item in enumerate(response.output):
+        own = [event for event in events if getattr(event, "output_index", None) == index]
+        assert (own[0].type, own[-1].type) == ("response.output_item.added", "response.output_item.done")
+        assert own[-1].item == item
+        assert response_of(item.id) == (ID, index)
+        added = "".join(event.delta for event in own if event.type.endswith(".delta"))
+        assert added == (item.arguments if item.type == "function_call" else item.content[0].text)
+
+
+def test_events_come_in_the_official_order() -> None:
+    call = ToolCallDelta(0, "weather", "call_0", "{}")
+    found = streamed([OutputDelta(reasoning="Hm"), OutputDelta("Yes"), OutputDelta(calls=(call,))], "tool_calls")
+    assert [event.type.removeprefix("response.") for event in found] == [
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done"),
+        *("content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta", "output_text.done"),
+        *("content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"),
+        "completed",
+    ]
+    usage = found[-1].response.usage
+    assert (usage.input_tokens, usage.input_tokens_details.cached_tokens, usage.output_tokens) == (9, 8, 4)
+    assert (usage.total_tokens, usage.output_tokens_details.reasoning_tokens) == (13, 1)
+
+
+@pytest.mark.parametrize(
+    ("reason", "why"), [("length", "max_output_tokens"), ("content_filter", "content_filter"), ("stop", None)]
+)
+def test_an_end_before_the_end_makes_a_response_incomplete(reason: str, why: str | None) -> None:
+    *_, last = streamed([OutputDelta("Yes")], reason)
+    status = "completed" if why is None else "incomplete"
+    assert (last.type, last.response.status) == (f"response.{status}", status)
+    assert (last.response.incomplete_details and last.response.incomplete_details.reason) == why
+    assert last.response.output[0].status == status
+
+
+def test_a_response_without_text_has_an_empty_message() -> None:
+    (message,) = streamed([OutputDelta()])[-1].response.output
+    assert (message.type, message.content[0].text) == ("message", "")
+
+
+def test_an_error_ends_a_stream_with_a_failed_response() -> None:
+    made = formatter()
+    events = [*made.begin(), *made.delta(0, OutputDelta("Yes"))]
+    *_, last = read([*events, *made.error(ApiError(503, "no_worker", "no worker"))])
+    assert (last.type, last.response.status) == ("response.failed", "failed")
+    assert (last.response.error.code, last.response.error.message) == ("server_error", "no_worker: no worker")
+    assert last.response.output[0].content[0].text == "Yes"
+
+
+def test_log_probabilities_belong_to_the_text_of_their_tokens() -> None:
+    events = streamed([OutputDelta(logprobs=(LOGPROB,)), OutputDelta(" yes", logprobs=(LOGPROB,))], **EVERYTHING)
+    (delta,) = [event for event in events if event.type == "response.output_text.delta"]
+    assert [one.token for one in delta.logprobs] == [" yes", " yes"]
+    part = events[-1].response.output[0].content[0]
+    assert [one.bytes for one in part.logprobs] == [[*b" yes"]] * 2
+    assert part.logprobs[0].top_logprobs[1].bytes == [0xE2]
+
+
+def test_every_field_of_the_official_client_is_known() -> None:
+    known = {name for name, _, _ in rows(ResponsesBody)}
+    official = {*ResponseCreateParamsBase.__annotations__, *ResponseCreateParamsStreaming.__annotations__}
+    assert official <= known
+
+
+IMAGE = {"type": "input_image", "image_url": "data:,x"}
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+    {"type": "reasoning", "id": "rs_0_x", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "One moment."}]},
+    {"type": "function_call", "call_id": "call_0", "name": "weather", "arguments": "{}", "status": "completed"},
+    {"type": "function_call_output", "call_id": "call_0", "output": "14 degrees"},
+    {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "status": "completed"},
+    {"role": "user", "content": [{"type": "input_text", "text": "Hi"}, IMAGE]},
+]
+
+
+def test_items_become_the_messages_of_a_chat() -> None:
+    found = body(input=CONVERSATION, instructions="Be brief.")
+    call = {"id": "call_0", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    assert found.completion.chat() == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
+        {
+            "role": "assistant",
+            "content": "One moment.",
+            "tool_calls": [call],
+            "reasoning_content": "Hm",
+            "reasoning": "Hm",
+        },
+        {"role": "tool", "content": "14 degrees", "tool_call_id": "call_0"},
+        {"role": "assistant", "content": "No."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "image"}]},
+    ]
+    (ref,) = found.completion.media()
+    renamed = found.renamed(ApiError(400, "media_invalid", f"{ref.where} is no image", ref.where))
+    assert renamed.param == "input[6].content[1].image_url"
+    assert renamed.message == f"{renamed.param} is no image"
+
+
+class Rejected(NamedTuple):
+    fields: dict[str, Any]
+    param: str
+    code: str = "unsupported_parameter"
+
+
+def item(**fields: Any) -> dict[str, Any]:
+    return {"input": [fields]}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Rejected({name: "x"}, name) for name in ("conversation", "prompt", "truncation", "service_tier")),
+        Rejected({"max_tool_calls": 3}, "max_tool_calls"),
+        Rejected({"foo": 1}, "foo", "unknown_parameter"),
+        Rejected({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
+        Rejected({"include": ["file_search_call.results"]}, "include[0]"),
+        Rejected({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+        Rejected({"stream_options": {}}, "stream_options", "invalid_value"),
+        Rejected({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        Rejected({"text": {"verbosity": "low"}}, "text.verbosity"),
+        Rejected({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "invalid_value"),
+        Rejected({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        Rejected({"tools": [FUNCTION, {"type": "mcp", "server_label": "x"}]}, "tools[1]"),
+        Rejected({"tools": [{**FUNCTION, "foo": 1}]}, "tools[0].foo", "unknown_parameter"),
+        Rejected({"tools": [{"type": "function"}]}, "tools[0].name", "invalid_value"),
+        Rejected({"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
+        Rejected({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+        Rejected(item(type="web_search_call", id="ws_1"), "input[0]"),
+        Rejected(item(role="user", content=[{"type": "input_file", "file_id": "x"}]), "input[0].content[0]"),
+        Rejected(item(role="user", content=[{"type": "input_text"}]), "input[0].content[0].text", "invalid_value"),
+        Rejected(item(role="user", content=4), "input[0].content", "invalid_value"),
+        Rejected(item(role="user", content="x", foo=1), "input[0].foo", "unknown_parameter"),
+        Rejected(item(type="function_call_output", call_id="c", output="x"), "input[0].call_id", "invalid_value"),
+        Rejected(item(type="reasoning", encrypted_content="x"), "input[0].encrypted_content"),
+    ],
+    ids=lambda case: json.dumps(case.fields)[:60],
+)
+def test_what_is_not_supported_is_refused_by_its_name(case: Rejected) -> None:
+    with pytest.raises(ApiError) as raised:
+        _ = body(**case.fields).completion
+    assert (raised.value.status, raised.value.code, raised.value.param) == (400, case.code, case.param)
+    assert case.param in raised.value.message
+
+
+async def test_a_response_is_created_and_streamed(scene: Scene) -> None:
+    pending = scene.start(RESPONSES, {"model": NAME, "input": "Hello there", "metadata": {"order": "7"}})
+    request = await scene.next_request()
+    scene.reply(request.request_id, " the river", reason="stop", cached=4)
+    whole = validated(Response, (await pending).json())
+    assert (whole.output_text, whole.status, whole.metadata) == (" the river", "completed", {"order": "7"})
+    assert whole.usage is not None
+    assert whole.usage.input_tokens_details.cached_tokens == 4
+    pending = scene.start(RESPONSES, {"model": NAME, "input": "Hello there", "stream": True})
+    request = await scene.next_request()
+    scene.reply(request.request_id, " the river")
+    found = [line.split("\n") for line in (await pending).text.split("\n\n") if line]
+    events = read(
+        [SseEvent(data.removeprefix("data: ").encode(), name.removeprefix("event: ")) for _, name, data in found]
+    )
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].response.output_text == " the river"
+    assert len({line[0] for line in found}) == len(found)
+
+
+async def test_errors_of_preparation_have_the_names_of_the_body(scene: Scene) -> None:
+    given = {"model": NAME, "input": "Hello", "max_output_tokens": 1_000_000}
+    error = (await scene.client.post(RESPONSES, json=given)).json()["error"]
+    assert error["param"] == "max_output_tokens"
+    assert "max_output_tokens 1000000 exceed" in error["message"]
+    given = {"model": NAME, "input": [{"role": "user", "content": [IMAGE]}]}
+    error = (await scene.client.post(RESPONSES, json=given)).json()["error"]
+    assert (error["param"], error["code"]) == ("input[0].content[0].image_url", "unsupported_parameter")
