@@ -195,7 +195,7 @@ CHECKS = (
 INEXACT = "lora|commands|tokenize|pools/routing"
 # Nor that `tool_choice` names one of the tools. A route query takes the body of a completion, but has one prompt. And
 # the model decides which token ids and dimensions are valid.
-PROMPTS = "completions|route|embeddings|responses"
+PROMPTS = "completions|route|embeddings|responses|messages"
 
 
 @pytest.mark.parametrize(

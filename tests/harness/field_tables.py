@@ -7,6 +7,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from forebay.ingress.messages.body import (
+    Block,
+    CustomTool,
+    ImageSource,
+    MessageParam,
+    MessagesBody,
+    OutputConfig,
+    OutputFormat,
+    Thinking,
+    ToolChoiceParam,
+)
 from forebay.ingress.openai.fields import Body
 from forebay.ingress.responses.body import (
     ChosenTool,
@@ -32,7 +43,18 @@ PAGES: Mapping[str, Mapping[str, type[Body]]] = {
         "Stream options": ResponseStreamOptions,
         **{f"Item `{name}`": kind for name, kind in KINDS.items()},
         "Parts": Part,
-    }
+    },
+    "docs/messages.md": {
+        "Body": MessagesBody,
+        "Messages": MessageParam,
+        "Blocks": Block,
+        "Images": ImageSource,
+        "Tools": CustomTool,
+        "Tool choice": ToolChoiceParam,
+        "Thinking options": Thinking,
+        "Output": OutputConfig,
+        "Output format": OutputFormat,
+    },
 }
 _TABLES = re.compile(r"(?<=<!-- fields -->\n).*?(?=<!-- end of fields -->)", re.DOTALL)
 

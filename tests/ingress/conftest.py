@@ -65,6 +65,7 @@ MODULE_LOOP = pytest.mark.asyncio(loop_scope="module")
 BODY_MAX = 200_000
 CHAT, TEXT, EMBED, ROUTE = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/route"
 RESPONSES = "/v1/responses"
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 HELLO = [{"role": "user", "content": "Hello there"}]
 ADMIN_TOKEN = "token-of-tests"
 HEADERS = {"authorization": f"Bearer {ADMIN_TOKEN}", "content-type": "application/json"}
@@ -266,8 +267,9 @@ def text(**changes: Any) -> dict[str, Any]:
 
 
 def error(response: httpx.Response) -> tuple[int, str]:
-    """Return the status and error code of a response in OpenAI's format."""
-    return response.status_code, response.json()["error"]["code"]
+    """Return the status and error code of a response in the format of OpenAI or Anthropic."""
+    found = response.json()["error"]
+    return response.status_code, found["details"]["error_code"] if "details" in found else found["code"]
 
 
 def events(response: httpx.Response) -> list[Any]:

@@ -11,7 +11,7 @@ from forebay.ingress.access_log import PROBES
 from forebay.ingress.http.queries import TokenizeTextBody
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.requests import TextBody
-from tests.ingress.conftest import ADMIN_TOKEN, CHAT, MODULE_LOOP, NAME, TEXT, Scene, chat, error, make_scene
+from tests.ingress.conftest import ADMIN_TOKEN, CHAT, MESSAGES, MODULE_LOOP, NAME, TEXT, Scene, chat, error, make_scene
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 
@@ -64,6 +64,7 @@ async def test_the_name_of_a_model_is_escaped() -> None:
 
 
 ERROR = {"$ref": "#/components/schemas/Error"}
+MESSAGES_ERROR = {"$ref": "#/components/schemas/MessagesError"}
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +91,10 @@ async def test_every_error_matches_its_schema(scene: Scene) -> None:
             assert ("security" in operation) is (path in ADMIN), (method, path)
             for status, response in responses.items():
                 if status != "200":
-                    assert response["content"] == {"application/json": {"schema": ERROR}}, (path, status)
+                    schema = MESSAGES_ERROR if path.startswith(MESSAGES) else ERROR
+                    assert response["content"] == {"application/json": {"schema": schema}}, (path, status)
     assert whole["paths"].keys() >= PROBES
-    for path in (CHAT, TEXT):
+    for path in (CHAT, TEXT, MESSAGES):
         content = whole["paths"][path]["post"]["responses"]["200"]["content"]
         assert content.keys() == {"application/json", "text/event-stream"}
 

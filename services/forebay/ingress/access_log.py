@@ -18,7 +18,7 @@ LOGGER = "forebay.access"
 PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})  # polled by supervisors and Prometheus; not logged
 PATH_CHARS_MAX = 256
 KAFKA_REQUESTS = "openai-requests"
-EVENT = b"data: "  # begin of a server-sent event
+EVENTS = (b"data: ", b"event: ", b"id: ")  # begin of a server-sent event
 CLIENT_CLOSED = 499  # as nginx logs a client that disconnected before the response
 DISCONNECTED = "client_disconnected"
 INCOMPLETE = "response_incomplete"  # error of a response that the server could not complete
@@ -51,8 +51,8 @@ class AccessEntry:
         elif not message.get("more_body"):
             self._is_complete = True
             body = message.get("body", b"")
-            if self._status >= 400 or body.startswith(EVENT + b'{"error"'):
-                self._error = _code_of(body.removeprefix(EVENT))
+            if self._status >= 400 or body.startswith(EVENTS):
+                self._error = _code_of(body.rpartition(b"data: ")[2])
 
     def write(self, *, has_failed: bool = False) -> None:
         """Write the record. A response without an end has `has_failed`, or its client has disconnected."""
@@ -98,6 +98,7 @@ def write_record(partition: int, offset: int, status: int, **fields: Any) -> Non
 
 def _code_of(body: bytes) -> str:
     try:
-        return str(msgspec.json.decode(body)["error"]["code"])
+        error = msgspec.json.decode(body)["error"]
+        return str(error["details"]["error_code"] if "details" in error else error["code"])
     except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
         return ""

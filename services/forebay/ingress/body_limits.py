@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 
@@ -20,12 +21,15 @@ STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # an unterminated str
 
 
 class _Url(msgspec.Struct):
-    url: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    url: msgspec.Raw = msgspec.Raw()
+    data: msgspec.Raw = msgspec.Raw()  # image in base64, in the Messages API
 
 
 class _Part(msgspec.Struct):
     image_url: _Url | str | None = None
     video_url: _Url | None = None
+    source: _Url | None = None
+    content: list["_Part"] | str | None = None  # result of a tool, in the Messages API
 
 
 class _Message(msgspec.Struct):
@@ -114,11 +118,13 @@ def _media_bytes(raw: bytes) -> int:
         return 0
     messages = [*chat.messages, *(chat.input if isinstance(chat.input, list) else ())]
     contents = (content for message in messages for content in (message.content, message.output))
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    urls = (
-        one if isinstance(one, str) else one.url for part in parts for one in (part.image_url, part.video_url) if one
-    )
-    return sum(len(url.encode() if isinstance(url, str) else bytes(url)) for url in urls if url is not msgspec.UNSET)
+    return sum(map(_part_bytes, chain.from_iterable(content for content in contents if isinstance(content, list))))
+
+
+def _part_bytes(part: _Part) -> int:
+    urls = (one for one in (part.image_url, part.video_url, part.source) if one)
+    own = sum(len(one.encode()) if isinstance(one, str) else len(bytes(one.url)) + len(bytes(one.data)) for one in urls)
+    return own + (sum(map(_part_bytes, part.content)) if isinstance(part.content, list) else 0)
 
 
 def _separators(raw: bytes) -> int:

@@ -15,10 +15,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -40,6 +42,7 @@ COMPILE_ERRORS = (TemplateError, SyntaxError, ValueError, RecursionError)
 # Of a chat: four times the text of a body, because templates add roles and may repeat tools.
 RENDERED_CHARS_MAX = 16 << 20
 PROBE_CHARS_MAX = 1 << 20
+SOURCES_MAX = 64  # templates whose variables are known: parsing one takes milliseconds
 ROLES = ("system", "user", "assistant", "tool")
 # Texts of the probes: words, so that no template escapes, splits or trims them.
 SAID, SAID_TOO, KEY, VALUE = "probetext", "probemore", "probekey", "probevalue"
@@ -278,6 +281,12 @@ def _raise(message: str) -> NoReturn:
 
 
 ENVIRONMENT = _environment()
+
+
+@lru_cache(SOURCES_MAX)
+def variables_of(source: str) -> frozenset[str]:
+    """Return the variables that a template uses and a request may set."""
+    return frozenset(find_undeclared_variables(ENVIRONMENT.parse(source)))
 
 
 def _mark_end(message: dict[str, Any]) -> str:

@@ -83,7 +83,7 @@ class DrainMiddleware:
         elif self._drain.begun:
             error = ApiError(503, "shutting_down", SHUTTING_DOWN)
             self._on_rejected(error.code)
-            await error.send(send, closes=True)
+            await error.send(send, body=error.encoded(scope["path"]), closes=True)
         else:
             self._drain.enter()
             try:

@@ -1,4 +1,4 @@
-"""Errors of the API: an HTTP status, a stable code, and a body in OpenAI's format."""
+"""Errors of the APIs: an HTTP status, a stable code, and a body in the format of OpenAI or Anthropic."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,17 @@ MESSAGE_CHARS_MAX = 4_096  # messages quote names from the request, which may be
 PARAM_CHARS_MAX = 256
 UNSUPPORTED_CODING = "unsupported_content_encoding"
 ACCEPTED_CODING = "gzip"
+MESSAGES_PATH = "/v1/messages"  # errors of this path and those below have Anthropic's format
+MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
 RETRY_AFTER_S = 1  # load reports arrive ten times per second; a lost owner is replaced within seconds
 
 
@@ -43,13 +54,22 @@ class ApiError(Exception):
             return {"accept-encoding": ACCEPTED_CODING}
         return {"www-authenticate": "Bearer"} if self.status == 401 else retry_headers(self.status, self.retry_after_s)
 
-    def body(self) -> dict[str, Any]:
+    def body(self, path: str = "", request_id: str = "") -> dict[str, Any]:
+        """Return the body of an error response, in the format of the API that the path of the request belongs to."""
+        if is_of_messages(path):
+            kind = MESSAGES_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+            error = {"type": kind, "message": self.message, "details": {"error_code": self.code}}
+            return {"type": "error", "error": error, "request_id": request_id or None}
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         more = {} if self.models is None else {"models": self.models}
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code, **more}}
 
-    def encoded(self) -> bytes:
-        return msgspec.json.encode(self.body())
+    def encoded(self, path: str = "", request_id: str = "") -> bytes:
+        return msgspec.json.encode(self.body(path, request_id))
+
+    def event(self, path: str) -> bytes:
+        """Return the error as the last server-sent event of a stream."""
+        return (b"event: error\ndata: " if is_of_messages(path) else b"data: ") + self.encoded(path) + b"\n\n"
 
     def raw_headers(self, body: bytes, *, request_id: str = "", closes: bool = False) -> list[tuple[bytes, bytes]]:
         headers = {"content-type": "application/json", "content-length": str(len(body)), **self.headers()}
@@ -60,11 +80,15 @@ class ApiError(Exception):
         return [(name.encode(), value.encode()) for name, value in headers.items()]
 
     async def send(self, send: "Send", request_id: str = "", body: bytes = b"", *, closes: bool = False) -> None:
-        """Send the error as an HTTP response. Its body is in OpenAI's format unless that of another API is given."""
+        """Send the error as an HTTP response. Its body is in OpenAI's format unless it is given."""
         body = body or self.encoded()
         headers = self.raw_headers(body, request_id=request_id, closes=closes)
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def is_of_messages(path: str) -> bool:
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 def retry_headers(status: int, after_s: int = RETRY_AFTER_S) -> dict[str, str]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from forebay.events.rendering import Api, Rendering
 from forebay.ingress.formatter import Formatter
+from forebay.ingress.messages.formatter import MessagesFormatter
 from forebay.ingress.render import CompletionFormatter
 from forebay.ingress.responses.formatter import ResponsesFormatter
 
@@ -11,6 +12,7 @@ FORMATTERS: Mapping[Api, type[Formatter]] = {
     "chat_completions": CompletionFormatter,
     "completions": CompletionFormatter,
     "responses": ResponsesFormatter,
+    "messages": MessagesFormatter,
 }
 
 

@@ -204,12 +204,7 @@ class Preparer:
         """Return the prompts as text, for a chat by the chat template. If the client sent token ids, return these."""
         if isinstance(body, TextBody):
             return body.prompts
-        arguments: dict[str, Any] = dict(body.chat_template_kwargs or {})
-        if body.reasoning_effort is not None:
-            if "reasoning_effort" not in self.model.template_source:
-                text = "reasoning_effort is not supported by the chat template of this model; leave it out"
-                raise invalid(text, "reasoning_effort", "unsupported_parameter")
-            arguments["reasoning_effort"] = body.reasoning_effort
+        arguments = body.template_arguments(self.model.template_source)
         chars_max = max(RENDERED_CHARS_MAX, 4 * self.settings.body_bytes_max)
         is_open, continues = body.add_generation_prompt is not False, bool(body.continue_final_message)
         return [

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from forebay.events.names import unknown_name
 from forebay.ingress.bodies import EMBEDDING_PATH, KINDS, AnyBody
 from forebay.ingress.drain import DrainMiddleware
-from forebay.ingress.errors import ApiError
+from forebay.ingress.errors import MESSAGES_PATH, ApiError
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.front import Front
 from forebay.ingress.http.admin import BODIES as ADMIN_BODIES
@@ -26,6 +26,7 @@ from forebay.ingress.http.pages import add_pages
 from forebay.ingress.http.queries import BODIES as TOKENIZATION_BODIES
 from forebay.ingress.http.queries import StatusOf, add_explain, add_route_query, add_status, add_tokenization
 from forebay.ingress.http.requests import RunRoutes, error_response
+from forebay.ingress.messages.body import MessagesBody
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.requests import CHAT_PATH, TEXT_PATH, ChatBody, TextBody
 from forebay.ingress.responses.body import RESPONSES_PATH, ResponsesBody
@@ -109,6 +110,7 @@ def _describe_runs(app: FastAPI) -> None:
     add(TEXT_PATH, TextBody, "Continue a text or a list of token ids.")
     add(EMBEDDING_PATH, EmbeddingBody, "Create embeddings.")
     add(RESPONSES_PATH, ResponsesBody, "Create a response.")
+    add(MESSAGES_PATH, MessagesBody, "Create a message, in the format of Anthropic's API.")
 
 
 def _add_models(app: FastAPI, models: ServedModels) -> None:
@@ -154,18 +156,17 @@ def _add_health(app: FastAPI, models: ServedModels, registry: CollectorRegistry)
 
 
 def _add_errors(app: FastAPI, front: Front) -> None:
-    respond = partial(error_response, front)
-
     @app.exception_handler(ApiError)
     @app.exception_handler(LogError)
     @app.exception_handler(ClientDisconnect)
     @app.exception_handler(Exception)
-    async def api_error(_: Request, error: Exception) -> Response:
-        return respond(error)
+    async def api_error(request: Request, error: Exception) -> Response:
+        return error_response(front, error, request.url.path)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         path = request.url.path
+        respond = partial(error_response, front, path=path)
         if error.status_code == 404:
             return respond(ApiError(404, "not_found", f"unknown path {path}"))
         if error.status_code == 405:

@@ -109,6 +109,7 @@ PATHS = frozenset({"/tokenize", "/detokenize"})
 ADMIN_PATHS = frozenset({"/v1/commands", "/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 ADMIN_PREFIX = "/v1/loras/"
 BEARER = b"bearer"
+API_KEY_HEADER = b"x-api-key"  # of Anthropic's clients
 ADDRESSES_MAX = 16  # cached; clients use few names, and a name has at most 64 KiB
 
 HostAddress = tuple[str, str, int | None]  # scheme, host, port
@@ -142,7 +143,7 @@ class Guard(ABC):
             await self._app(scope, receive, send)
         else:
             self._on_rejected(error.code)
-            await error.send(send)
+            await error.send(send, body=error.encoded(scope["path"]))
 
     @abstractmethod
     def _rejection(self, scope: Scope) -> ApiError | None:
@@ -170,13 +171,18 @@ class ApiKeyGuard(Guard):
     def _rejection(self, scope: Scope) -> ApiError | None:
         if not requires_api_key(scope["path"]):
             return None
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if not given:
-            return _invalid_key("this server requires an API key; send the header 'Authorization: Bearer KEY'")
-        scheme, _, key = given[0].partition(b" ")
-        if len(given) == 1 and scheme.lower() == BEARER and self._digest(key.strip()) in self._digests:
-            return None
-        return _invalid_key("the API key is wrong; send a key of this server as 'Authorization: Bearer KEY'")
+        bearers = [value for name, value in scope["headers"] if name == b"authorization"]
+        keys = [value for name, value in scope["headers"] if name == API_KEY_HEADER]
+        if not bearers and not keys:
+            text = "this server requires an API key; send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            return _invalid_key(text)
+        if len(bearers) <= 1 and len(keys) <= 1:
+            schemes = (value.partition(b" ") for value in bearers)
+            keys += [key for scheme, _, key in schemes if scheme.lower() == BEARER]
+            if any(self._digest(key.strip()) in self._digests for key in keys):
+                return None
+        text = "the API key is wrong; send a key of this server as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+        return _invalid_key(text)
 
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._secret).digest()

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from forebay.events.descriptions import split_description
+from forebay.ingress.errors import MESSAGES_TYPES, is_of_messages
 from forebay.ingress.http.guards import requires_api_key
 from forebay.ingress.openai.fields import Body
 
@@ -37,6 +38,26 @@ ERROR = {
                 "code": {"type": "string", "description": "Stable name of the error."},
             },
         }
+    },
+}
+MESSAGES_ERROR = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message", "details"],
+            "properties": {
+                "type": {
+                    "type": "string",
+                    "enum": sorted({*MESSAGES_TYPES.values(), "api_error", "invalid_request_error"}),
+                },
+                "message": {"type": "string"},
+                "details": {"type": "object", "properties": {"error_code": {"type": "string"}}},
+            },
+        },
+        "request_id": {"type": ["string", "null"]},
     },
 }
 API_KEY = {"type": "http", "scheme": "bearer", "description": "A key in --api-key, FOREBAY_API_KEY or --api-key-file."}
@@ -105,7 +126,12 @@ def describe(
             schemas: dict[str, Any] = document.setdefault("components", {}).setdefault("schemas", {})
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
-            schemas |= {"Error": ERROR, **_schemas(tuple(bodies)), **_result_schemas(tuple(results))}
+            schemas |= {
+                "Error": ERROR,
+                "MessagesError": MESSAGES_ERROR,
+                **_schemas(tuple(bodies)),
+                **_result_schemas(tuple(results)),
+            }
             if has_key:
                 document["components"].setdefault("securitySchemes", {})["ApiKey"] = API_KEY
             for path, operations in document["paths"].items():
@@ -114,6 +140,10 @@ def describe(
                     if has_key and requires_api_key(path):
                         operation["security"] = [{"ApiKey": []}]
                         operation["responses"]["401"] = _error(MEANINGS[401])
+                    for status, response in operation["responses"].items():
+                        if is_of_messages(path) and int(status) >= 400:
+                            reference = {"$ref": REFERENCE.format(model="MessagesError")}
+                            response["content"] = {JSON: {"schema": reference}}
         return app.openapi_schema or generate()
 
     app.openapi = openapi  # type: ignore[method-assign]

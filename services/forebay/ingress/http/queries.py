@@ -12,11 +12,12 @@ from pydantic import model_validator
 
 from forebay import runtime
 from forebay.events.request_ids import client_id_of
-from forebay.ingress.errors import ApiError, invalid
+from forebay.ingress.errors import MESSAGES_PATH, ApiError, invalid
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.group import GroupClient
 from forebay.ingress.http.body import BodyReader, request_id_of
 from forebay.ingress.http.openapi import BODY_ERRORS, QUERIES, body_of, errors, json_of
+from forebay.ingress.messages.body import CountTokensBody
 from forebay.ingress.openai.fields import CheckedBody
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.openai.sampling import TokenIds
@@ -193,7 +194,7 @@ class DetokenizeBody(CheckedBody):
     tokens: TokenIds
 
 
-BODIES = (TokenizeChatBody, TokenizeTextBody, DetokenizeBody)
+BODIES = (TokenizeChatBody, TokenizeTextBody, DetokenizeBody, CountTokensBody)
 
 
 def add_tokenization(app: FastAPI, models: ServedModels) -> None:
@@ -221,6 +222,18 @@ def add_tokenization(app: FastAPI, models: ServedModels) -> None:
             "tokens": token_ids,
             "token_strs": names,
         }
+
+    @app.post(f"{MESSAGES_PATH}/count_tokens", openapi_extra=body_of(CountTokensBody), responses=responses)
+    async def count_tokens(request: Request) -> dict[str, int]:
+        """Return the number of tokens of the prompt that a body of /v1/messages becomes."""
+        with BodyReader(front.bodies) as reader:
+            body = front.parse(CountTokensBody, await reader.read(request))
+            await front.admission.turn()
+            loaded, name = await models.only(body.model)
+            try:
+                return {"input_tokens": len(await loaded.tokenize(body.completion, name))}
+            except ApiError as error:
+                raise body.renamed(error) from None
 
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeBody), responses=responses)
     async def detokenize(request: Request) -> dict[str, str]:

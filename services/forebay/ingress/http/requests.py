@@ -47,13 +47,13 @@ class RunRoutes:
             front.metrics.reject(error.code)
             front.metrics.rejected(kind.endpoint)
             # The connection stays open. If it were closed during the upload, the client might not see the response.
-            await error.send(send)
+            await error.send(send, body=error.encoded(scope["path"]))
             return
         try:
             try:
                 response = await respond(Request(scope, receive), self._models, kind)
             except (ApiError, LogError, ClientDisconnect) as error:
-                response = error_response(front, error)
+                response = error_response(front, error, scope["path"])
             await response(scope, receive, send)
         finally:
             front.admission.leave()
@@ -69,7 +69,7 @@ async def respond(request: Request, models: ServedModels, kind: type[AnyBody]) -
         await front.admission.turn()
         body = front.parse(kind, raw)
         if body.queries_route and not isinstance(body, EmbeddingBody):
-            return await respond_to_query(request, models, body)
+            return await respond_to_query(request, models, body.completion)
         request_id = request_id_of(request, body.id_prefix)
         add_fields(request.scope, request_id=request_id)
         model, name = await models.find(body.model, request_id)
@@ -84,10 +84,10 @@ async def respond(request: Request, models: ServedModels, kind: type[AnyBody]) -
     return OneResponse(group, fold, await group.submit(first), began_s)
 
 
-def error_response(front: Front, error: Exception) -> Response:
+def error_response(front: Front, error: Exception, path: str) -> Response:
     known = _as_api_error(error)
     front.metrics.reject(known.code)
-    return Response(known.encoded(), known.status, known.headers(), "application/json")
+    return Response(known.encoded(path), known.status, known.headers(), "application/json")
 
 
 def _as_api_error(error: Exception) -> ApiError:

@@ -60,14 +60,14 @@ class ErrorGuard:
             await self._app(scope, receive, response.send)
         except asyncio.CancelledError:
             text = "the server is stopping; send the request again, to another server if there is one"
-            if not await self._send_error(response, ApiError(503, "server_stopping", text)):
+            if not await self._send_error(scope["path"], response, ApiError(503, "server_stopping", text)):
                 raise
         except Exception:
             logger.exception("%s %s failed", scope["method"], scope["path"])
-            if not await self._send_error(response, internal_error()):
+            if not await self._send_error(scope["path"], response, internal_error()):
                 raise
 
-    async def _send_error(self, response: "_Response", error: ApiError) -> bool:
+    async def _send_error(self, path: str, response: "_Response", error: ApiError) -> bool:
         """Send an error, unless a response other than an event stream has started. Return whether it is complete."""
         if response.is_complete:
             return True
@@ -76,7 +76,7 @@ class ErrorGuard:
         self._on_rejected(error.code)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SEND_S):
-                await response.fail(error)
+                await response.fail(error, path)
         return response.is_complete
 
 
@@ -102,12 +102,12 @@ class _Response:
         if message["type"] == "http.response.body" and not message.get("more_body"):
             self.is_complete = True
 
-    async def fail(self, error: ApiError) -> None:
+    async def fail(self, error: ApiError, path: str) -> None:
         """Send an error as the last event of a stream that has started, otherwise as the response."""
         if self.is_started:
-            await self.send({"type": "http.response.body", "body": b"data: " + error.encoded() + b"\n\n"})
+            await self.send({"type": "http.response.body", "body": error.event(path)})
         else:
-            await error.send(self.send)
+            await error.send(self.send, body=error.encoded(path))
 
 
 BACKLOG = 2048

@@ -295,6 +295,16 @@ class ChatBody(CompletionBody):
     def forced(self) -> StructuredOutput | None:
         return self.choice.structure()
 
+    def template_arguments(self, template: str) -> dict[str, Any]:
+        """Return the arguments of the chat template with this source. Raises ApiError (400) for an unsupported one."""
+        arguments: dict[str, Any] = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            if "reasoning_effort" not in template:
+                text = "reasoning_effort is not supported by the chat template of this model; leave it out"
+                raise invalid(text, "reasoning_effort", "unsupported_parameter")
+            arguments["reasoning_effort"] = self.reasoning_effort
+        return arguments
+
     def chat(self) -> list[dict[str, Any]]:
         """Return the messages as input of `Model.render`. Raises ApiError for an unsupported field or content part."""
         turns = []

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: its request bodies, and the format of its responses."""

@@ -1,0 +1,402 @@
+"""Body of POST /v1/messages, and the chat that it becomes.
+
+Unsupported fields, blocks and tools are rejected by name. Source: Anthropic API reference, messages.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from pydantic import Field, model_validator
+
+from forebay.ingress.body_limits import MESSAGES_MAX, TOOLS_MAX
+from forebay.ingress.chat_template import variables_of
+from forebay.ingress.errors import ApiError, invalid
+from forebay.ingress.media.tokens import MediaRef
+from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, reject_extra
+from forebay.ingress.openai.nvext import NAME_CHARS_MAX, RoutedBody
+from forebay.ingress.openai.requests import PARTS_MAX, STOP_CHARS_MAX, ChatBody
+from forebay.ingress.openai.sampling import TOKENS_MAX, JsonObject, JsonSchema, ResponseFormat
+from forebay.ingress.openai.tools import CallId, Function, FunctionName, NamedFunction, NamedTool, Tool, ToolChoice
+
+STOPS_MAX = 16  # each delta of a response is compared with each of them
+IGNORED = frozenset({"cache_control"})  # forebay caches every prefix by itself
+ERROR = "Error: "  # precedes the result of a tool that failed, because chat templates have no field for that
+# Names in a chat of fields that have another name here.
+NAMES = {
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "continue_final_message": "messages",
+}
+SOURCES = {"base64": ("media_type", "data"), "url": ("url",)}  # fields of each source of an image
+FIELDS = {  # of each type of block
+    "text": ("text",),
+    "image": ("source",),
+    "thinking": ("thinking",),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id", "content", "is_error"),
+}
+OPTIONAL = ("content", "is_error")
+BLOCKS_OF = {  # types of blocks in messages of each role
+    "system": ("text",),
+    "user": ("text", "image", "tool_result"),
+    "assistant": ("text", "thinking", "tool_use"),
+}
+# Variables of chat templates that turn reasoning on and off.
+SWITCHES = {"enable_thinking", "thinking"}
+
+Turn = dict[str, Any]
+
+
+class ImageSource(Body):
+    """`source` of an image: a URL, or the image in base64."""
+
+    type: str = Field(description="`base64` or `url`.")
+    media_type: str | None = Field(None, description="MIME type of an image in base64.")
+    data: str | None = Field(None, description="Image in base64.")
+    url: str | None = Field(None, description="URL with scheme http, https or data.")
+
+    def link(self, where: str) -> str:
+        """Return the URL of the image, with scheme data for base64. Raises ApiError (400) for another source."""
+        if self.type not in SOURCES:
+            text = f"{where}: sources of type {self.type} are not supported; use base64 or url"
+            raise invalid(text, where, "unsupported_parameter")
+        reject_extra(self, f"{where}.")
+        for name in SOURCES[self.type]:
+            if getattr(self, name) is None:
+                raise invalid(f"{where}.{name} is missing", f"{where}.{name}")
+        return self.url or f"data:{self.media_type};base64,{self.data}"
+
+
+class Block(Body):
+    """Block of a message. A block has only fields of its type."""
+
+    ignored = IGNORED | {"signature"}
+    neutral: ClassVar[Neutral] = {
+        "caller": (None, {"type": "direct"}),
+        "citations": (None, []),
+        "toolset_name": (None,),
+        "transformations": (None, {}),
+    }
+
+    type: str = Field(description="`text`, `image`, `thinking`, `tool_use` or `tool_result`.")
+    text: str | None = Field(None, description="Of the type `text`.")
+    source: ImageSource | None = Field(None, description="Of the type `image`: the [image](#images).")
+    thinking: str | None = Field(None, description="Of the type `thinking`: reasoning of an earlier response.")
+    id: CallId | None = Field(None, description="Of the type `tool_use`: id of a call in an earlier response.")
+    name: FunctionName | None = Field(None, description="Of the type `tool_use`: tool that was called.")
+    input: JsonObject | None = Field(None, description="Of the type `tool_use`: arguments of the call.")
+    tool_use_id: CallId | None = Field(None, description="Of the type `tool_result`: id of the call.")
+    content: str | Annotated[list["Block"], Field(fail_fast=True)] | None = Field(
+        None, description="Of the type `tool_result`: a text, or blocks of text and images."
+    )
+    is_error: bool | None = Field(
+        None, description=f"Of the type `tool_result`: `true` begins the result with `{ERROR}`."
+    )
+
+    def check(self, where: str, types: Sequence[str], owner: str) -> None:
+        """Raise ApiError (400) for another type, or for missing or unsupported fields."""
+        if self.type not in types:
+            text = f"{where}: blocks of type {self.type} are not supported in {owner}; use {', '.join(types)}"
+            raise invalid(text, f"{where}.type", "unsupported_parameter")
+        reject_extra(self, f"{where}.")
+        for name in FIELDS[self.type]:
+            if getattr(self, name) is None and name not in OPTIONAL:
+                raise invalid(f"{where}.{name} is missing", f"{where}.{name}")
+        for name in Block.model_fields.keys() - {"type", *FIELDS[self.type]}:
+            if getattr(self, name) is not None:
+                raise invalid(f"{where}.{name} is not allowed in a block of type {self.type}", f"{where}.{name}")
+
+
+Content = str | Annotated[list[Block], Field(fail_fast=True)]
+
+
+class MessageParam(Body):
+    """Element of `messages`: one message of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Content = Field(description="A text, or a list of [blocks](#blocks).")
+
+
+class CustomTool(Body):
+    """Element of `tools`: a tool that the client runs. Anthropic's own tools are rejected by name."""
+
+    ignored = IGNORED | {"eager_input_streaming", "strict"}  # a forced call always follows its schema
+    neutral: ClassVar[Neutral] = {
+        "allowed_callers": (None, [], ["direct"]),
+        "defer_loading": (None, False),
+        "input_examples": (None, []),
+    }
+
+    type: str | None = Field(None, description="`custom`.")
+    name: FunctionName = Field(description="Name of the tool.")
+    description: str | None = Field(None, description="Part of the prompt.")
+    input_schema: JsonObject | None = Field(None, description="JSON schema of the input.")
+
+    def tool(self, where: str) -> Tool:
+        """Return the tool of a chat. Raises ApiError (400) for a tool that the client does not run."""
+        if self.type not in (None, "custom"):
+            text = f"{where}: tools of type {self.type} are not supported; define a tool with input_schema"
+            raise invalid(text, f"{where}.type", "unsupported_parameter")
+        reject_extra(self, f"{where}.")
+        if self.input_schema is None:
+            raise invalid(f"{where}.input_schema is missing", f"{where}.input_schema")
+        function = Function(name=self.name, description=self.description, parameters=self.input_schema)
+        return Tool(type="function", function=function)
+
+
+class ToolChoiceParam(CheckedBody):
+    """`tool_choice`: whether the model may, must or must not call tools."""
+
+    path = "tool_choice."
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = Field(None, description="Tool that must be called, if the type is `tool`.")
+    disable_parallel_tool_use: bool | None = Field(None, description="`true` keeps only the first call.")
+
+
+class Thinking(CheckedBody):
+    """`thinking`: whether the model reasons."""
+
+    path = "thinking."
+    neutral: ClassVar[Neutral] = {"display": (None, "summarized")}
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="No effect: `max_tokens` limits reasoning and text together."
+    )
+
+
+class OutputFormat(CheckedBody):
+    """`output_config.format`: required format of the output."""
+
+    path = "output_config.format."
+
+    type: Literal["json_schema"]
+    schema_: Annotated[JsonObject, Field(alias="schema")] = Field(description="JSON schema of the output.")
+
+
+class OutputConfig(CheckedBody):
+    """`output_config`: effort and format of the output."""
+
+    path = "output_config."
+
+    effort: Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX)] | None = Field(
+        None, description="`reasoning_effort` of the chat template; rejected unless the template uses it."
+    )
+    format: OutputFormat | None = Field(None, description="JSON schema that the output matches.")
+
+
+class MessagesBody(RoutedBody):
+    """Body of POST /v1/messages. The ingress prepares and runs it as a chat."""
+
+    endpoint = "messages"
+    id_prefix = "msg_"
+    ignored = IGNORED | {"metadata"}
+    neutral: ClassVar[Neutral] = {
+        "container": (None,),
+        "context_management": (
+            None,
+            {"edits": []},
+            {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        ),
+        "diagnostics": (None,),
+        "inference_geo": (None,),
+        "mcp_servers": (None, []),
+        "service_tier": (None, "auto", "standard_only"),
+        "speed": (None, "standard"),
+    }
+
+    max_tokens: Annotated[int, Field(ge=1)] = Field(
+        description="Maximum number of output tokens. Prompt and response must fit into the context."
+    )
+    messages: Annotated[list[MessageParam], Field(fail_fast=True, min_length=1, max_length=MESSAGES_MAX)] = Field(
+        description="The conversation: texts or [blocks](#blocks). If the last message has the role assistant, the "
+        "model continues it."
+    )
+    system: Content | None = Field(None, description="First message of the chat, a text or blocks of text.")
+    stop_sequences: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=STOP_CHARS_MAX)]],
+            Field(fail_fast=True, max_length=STOPS_MAX),
+        ]
+        | None
+    ) = Field(None, description=f"Up to {STOPS_MAX} strings, each of up to {STOP_CHARS_MAX:,} characters.")
+    stream: bool | None = Field(None, description="Whether the response is a stream of events.")
+    temperature: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = Field(
+        None, description="0 to 1; 1 if it is missing."
+    )
+    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = Field(
+        None, description="Above 0, up to 1; 1 if it is missing."
+    )
+    top_k: Annotated[int, Field(ge=0, le=TOKENS_MAX)] | None = Field(None, description="0 disables it.")
+    tools: Annotated[list[CustomTool], Field(fail_fast=True, max_length=TOOLS_MAX)] | None = Field(
+        None, description="Tools that the client runs. Anthropic's own tools are rejected by name."
+    )
+    tool_choice: ToolChoiceParam | None = Field(None, description="`auto`, `any`, `tool` or `none`.")
+    thinking: Thinking | None = Field(None, description="Whether the model reasons, see [thinking](#thinking).")
+    output_config: OutputConfig | None = Field(None, description="Effort and format of the output.")
+
+    @model_validator(mode="after")
+    def _check(self) -> "MessagesBody":
+        blocks = sum(len(one.content) for one in self.messages if isinstance(one.content, list))
+        if blocks > PARTS_MAX:
+            raise invalid(f"messages have {blocks:,} blocks; the limit is {PARTS_MAX:,}", "messages")
+        return self
+
+    @cached_property
+    def completion(self) -> "Conversation":
+        """The chat from which the request is prepared. Raises ApiError (400) for an invalid block or tool."""
+        chat = _Chat()
+        chat.add("system", "system", self.system or [])
+        for at, message in enumerate(self.messages):
+            reject_extra(message, f"messages[{at}].")
+            chat.add(f"messages[{at}].content", message.role, message.content)
+        last = self.messages[-1]
+        continues = last.role == "assistant"
+        if continues and not (last.content and getattr(last.content[-1], "type", "text") == "text"):
+            text = "the last message has the role assistant and does not end with text that the model could continue"
+            raise invalid(text, f"messages[{len(self.messages) - 1}]")
+        form, choice = self.output_config and self.output_config.format, self.tool_choice
+        schema = form and JsonSchema.model_construct(name="output", schema_=form.schema_)
+        conversation = Conversation.model_construct(
+            model=self.model,
+            cache_salt=self.cache_salt,
+            nvext=self.nvext,
+            messages=[],
+            turns=[_plain(turn) for turn in chat.turns],
+            refs=chat.refs,
+            thinking=self.thinking and self.thinking.type,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=self.stop_sequences,
+            stream=self.stream,
+            tools=None if self.tools is None else [one.tool(f"tools[{at}]") for at, one in enumerate(self.tools)],
+            tool_choice=self._tool_choice(),
+            parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
+            reasoning_effort=self.output_config and self.output_config.effort,
+            continue_final_message=continues,
+            response_format=form and ResponseFormat.model_construct(type=form.type, json_schema=schema),
+        )
+        conversation.__dict__["size_bytes"] = self.size_bytes
+        return conversation
+
+    def _tool_choice(self) -> ToolChoice | None:
+        choice = self.tool_choice
+        if choice is None or choice.type in ("auto", "none"):
+            return choice and choice.type  # type: ignore[return-value]
+        if not self.tools:
+            raise invalid(f"tool_choice is {choice.type}, but the request has no tools", "tool_choice")
+        if choice.type == "any":
+            return "required"
+        if choice.name is None:
+            raise invalid("tool_choice.name is missing; name the tool that must be called", "tool_choice.name")
+        return NamedTool(type="function", function=NamedFunction(name=choice.name))
+
+    def renamed(self, error: ApiError) -> ApiError:
+        """Return an error that was raised while `completion` was prepared, with the names of fields of this body."""
+        message, param = error.message, error.param
+        for name, own in NAMES.items():
+            message, param = message.replace(name, own), param and param.replace(name, own)
+        return ApiError(error.status, error.code, message, param, retry_after_s=error.retry_after_s)
+
+
+class CountTokensBody(MessagesBody):
+    """Body of POST /v1/messages/count_tokens. Other fields of POST /v1/messages are accepted."""
+
+    max_tokens: Annotated[int, Field(ge=1)] = 1
+
+
+class Conversation(ChatBody):
+    """The chat that a body of the Messages API becomes.
+
+    Attributes:
+        turns: the messages as input of `Model.render`.
+        refs: the images of the messages, in order.
+        thinking: `thinking.type` of the body.
+    """
+
+    turns: list[Turn]
+    refs: list[Any]
+    thinking: str | None = None
+
+    def chat(self) -> list[Turn]:
+        return self.turns
+
+    def media(self) -> list[MediaRef]:
+        return self.refs
+
+    def template_arguments(self, template: str) -> dict[str, Any]:
+        """Return the arguments of the chat template with this source.
+
+        Raises ApiError (400) if the body turns reasoning on or off, and the template does not support that.
+        """
+        arguments = super().template_arguments(template)
+        if self.thinking in ("enabled", "disabled"):
+            wanted = self.thinking == "enabled"
+            switches = dict.fromkeys(SWITCHES & variables_of(template), wanted)
+            if not switches and wanted != ("</think>" in template):
+                text = f"thinking: the chat template of this model does not support the type {self.thinking!r}"
+                raise invalid(f"{text}; leave thinking out", "thinking", "unsupported_parameter")
+            arguments |= switches
+        return arguments
+
+
+class _Chat:
+    """Builds the turns of a chat from messages. A message with results of tools becomes several turns."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self.refs: list[MediaRef] = []
+
+    def add(self, where: str, role: str, content: Content) -> None:
+        """Add a message. Raises ApiError (400) for an invalid block."""
+        begin = len(self.turns)
+        for path, block in _placed(where, content):
+            block.check(path, BLOCKS_OF[role], f"messages of the role {role}")
+            if block.type == "tool_result":
+                parts = [{"type": "text", "text": ERROR}] if block.is_error else []
+                for place, part in _placed(f"{path}.content", block.content or []):
+                    part.check(place, ("text", "image"), "results of tools")
+                    parts.append(self._part(place, part))
+                self.turns.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": parts})
+                continue
+            if len(self.turns) == begin or self.turns[-1]["role"] == "tool":
+                self.turns.append({"role": role, "content": []})
+            turn = self.turns[-1]
+            if block.type == "thinking":
+                reasoning = turn.get("reasoning", "") + block.thinking
+                turn |= {"reasoning_content": reasoning, "reasoning": reasoning}  # templates use either name
+            elif block.type == "tool_use":
+                function = {"name": block.name, "arguments": msgspec.json.encode(block.input).decode()}
+                turn.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
+            else:
+                turn["content"].append(self._part(path, block))
+
+    def _part(self, path: str, block: Block) -> dict[str, str]:
+        if block.source is None:
+            return {"type": "text", "text": block.text or ""}
+        self.refs.append(MediaRef("image", block.source.link(f"{path}.source"), f"{path}.source"))
+        return {"type": "image"}
+
+
+def _plain(turn: Turn) -> Turn:
+    """Return a turn whose content is a text if it has no other part, and null only beside calls."""
+    match turn["content"]:
+        case [{"text": text}]:
+            return {**turn, "content": text}
+        case []:
+            return {**turn, "content": None if "tool_calls" in turn else ""}
+    return turn
+
+
+def _placed(where: str, content: Content) -> Iterator[tuple[str, Block]]:
+    """Yield the blocks of a content, each with its path."""
+    if isinstance(content, str):
+        yield where, Block.model_construct(type="text", text=content)
+    else:
+        yield from ((f"{where}[{at}]", block) for at, block in enumerate(content))
