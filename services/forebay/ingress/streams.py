@@ -1,9 +1,15 @@
-"""Follow a reply slot and dispatch its events to the requests that wait for them.
+"""Follow reply slots and dispatch their events to the requests that wait for them.
 
 The buffer of a request needs no limit of its own, because an engine generates at most `max_tokens`.
+
+Theory of operation. A response that another ingress or connection began is read by a `View`, from an offset in the
+past. One task per slot reads the history up to the position of the live dispatch, in one pass for all views that wait
+at that moment. Then the views join the live dispatch at exactly this position, so they miss nothing and get nothing
+twice. Slots that other ingresses read are followed only while a view needs them.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -20,6 +26,15 @@ from forebay.transport.base import Log, LogError
 logger = logging.getLogger(__name__)
 
 READ_MAX = 256  # records per iteration of the event loop
+VIEWS_MAX = 8  # of one response at a time, because each event of the slot is applied to every layer of views
+# Records of one pass, which take a few seconds of CPU time. A slot has a few hundred records per second under load, so
+# responses that began about ten minutes ago can still be read.
+PASS_RECORDS_MAX = 200_000
+EXPIRED = "the output of the request was removed from the log by retention"
+UNREACHABLE = (
+    f"the output of the request began more than {PASS_RECORDS_MAX:,} records ago; only a kept answer, for example of a"
+    ' request with `forebay: {"detach": true}`, can be read for longer'
+)
 NOT_OPEN = (0, None)
 
 CallT = TypeVar("CallT", RouteResponse, CommandResponse)
@@ -81,6 +96,11 @@ class ReplySlot:
         self.on_foreign = on_foreign
         self.number = number
         self.position = offset
+        self.views: set[View] = set()
+        self._log = log
+        self._moved = asyncio.Event()
+        self._waiting: list[View] = []
+        self._catching_up: asyncio.Task[None] | None = None
         self._readers: dict[str, ReplyReader] = {}
         self._wake = asyncio.Event()
         self._tail = log.tail(TOKENS.name, number, offset, self._wake)
@@ -102,6 +122,8 @@ class ReplySlot:
                     self._dispatch(record.value)
                 if records:
                     self.position = records[-1].offset + 1
+                    self._moved.set()
+                    self._moved.clear()
                     await asyncio.sleep(0)
                 else:
                     await self._wake.wait()
@@ -110,31 +132,217 @@ class ReplySlot:
             raise
         finally:
             self._tail.close()
+            if self._catching_up is not None:
+                self._catching_up.cancel()
+
+    def view(self, group: str, streams: "dict[str, Stream]", offset: int) -> "View":
+        """Return a view that fills the streams of all parts of a response from an offset on.
+
+        Raises ApiError (429) if the response has `VIEWS_MAX` views in this process.
+        """
+        if sum(not view.streams.keys().isdisjoint(streams) for view in self.views) >= VIEWS_MAX:
+            text = f"{VIEWS_MAX} clients of this ingress read this response at this moment; try again later"
+            raise ApiError(429, "too_many_readers", text)
+        view = View(self, group, streams, offset)
+        self.views.add(view)
+        self._waiting.append(view)
+        if self._catching_up is None or self._catching_up.done():
+            self._catching_up = asyncio.create_task(self._catch_up(), name=f"history of reply slot {self.number}")
+        return view
+
+    async def _catch_up(self) -> None:
+        while self._waiting:
+            views, self._waiting = self._waiting, []
+            try:
+                await self._read_history(views)
+            except LogError as error:
+                for view in views:
+                    view.interrupt(str(error))
+
+    async def _read_history(self, views: "list[View]") -> None:
+        """Fill views with the records before the live position, until the responses have ended; then let them join."""
+        begin, end = await self._log.begin(TOKENS.name, self.number), await self._log.end(TOKENS.name, self.number)
+        while self.position < end:  # a client may have read these records at another ingress
+            await self._moved.wait()
+        history: dict[str, Layers] = {}
+        for view in views:
+            if view.offset < begin:
+                view.interrupt(EXPIRED)
+            else:
+                history.setdefault(view.group, Layers()).add(view.streams)
+        at = read = 0
+        while True:
+            for view in views:
+                if view.has_ended:
+                    view.caught_up.set()
+            views = [view for view in views if not view.has_ended]
+            if not views:
+                return
+            at = max(at, min(view.offset for view in views))
+            if at >= self.position:
+                for view in views:
+                    self.reader(view.group).layers.add(view.streams)
+                    view.caught_up.set()
+                return
+            if read >= PASS_RECORDS_MAX:
+                for view in views:
+                    if view.offset < at:
+                        view.interrupt(UNREACHABLE)
+                    else:
+                        self._waiting.append(view)
+                return
+            position = self.position
+            records = await self._log.read(TOKENS.name, self.number, at, min(READ_MAX, position - at))
+            for record in records:
+                event = self._decode(record.value) if record.offset < position else None
+                if event is not None and event.group in history:
+                    history[event.group].apply(event, event.group)
+            at = min(position, records[-1].offset + 1) if records else position
+            read += len(records)
+            await asyncio.sleep(0)
 
     def interrupt_all(self, reason: str) -> None:
-        """Interrupt every request, route query and command in flight."""
+        """Interrupt every request, view, route query and command in flight."""
         for reader in self._readers.values():
             reader.interrupt_all(reason)
+        for view in self.views:
+            view.interrupt(reason)
 
     def _dispatch(self, value: bytes) -> None:
+        event = self._decode(value)
+        reader = None if event is None else self._readers.get(event.group)
+        if event is not None and reader is not None:
+            reader.apply(event)
+
+    def _decode(self, value: bytes) -> TokenEvent | None:
         try:
             event: TokenEvent = decode(TOKENS, value)
         except DecodeError as error:
             self._on_undecodable()
             logger.warning("skipped a record of tokens that cannot be decoded: %s", error)
-            return
-        reader = self._readers.get(event.group)
-        if reader is not None:
-            reader.apply(event)
+            return None
+        return event
+
+
+class View:
+    """Reader of all parts of a response in a slot, from the offset `offset` on.
+
+    Attributes:
+        streams: streams of the parts by their ids on the log.
+        caught_up: set once the streams have all records that the slot had when the view was opened, or the view was
+            interrupted.
+    """
+
+    def __init__(self, slot: ReplySlot, group: str, streams: dict[str, Stream], offset: int) -> None:
+        self.group = group
+        self.streams = streams
+        self.offset = offset
+        self.caught_up = asyncio.Event()
+        self._slot = slot
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more is read, because all parts have ended or the view was interrupted or closed."""
+        return self not in self._slot.views or all(
+            one.ended or one.gap or one.interrupt_reason for one in self.streams.values()
+        )
+
+    def interrupt(self, reason: str) -> None:
+        for stream in self.streams.values():
+            stream.interrupt(reason)
+        self.caught_up.set()
+
+    def close(self) -> None:
+        """Stop reading. Later events are ignored."""
+        self._slot.views.discard(self)
+        self._slot.reader(self.group).layers.remove(self.streams)
+        for request_id, stream in self.streams.items():
+            count_foreign(request_id, stream, self._slot.on_foreign)
+
+
+class Layers:
+    """Streams by request id. A further stream of the same request is in the first layer that has none of it."""
+
+    def __init__(self) -> None:
+        self._layers: list[dict[str, Stream]] = [{}]
+
+    @property
+    def first(self) -> dict[str, Stream]:
+        return self._layers[0]
+
+    def add(self, streams: dict[str, Stream]) -> None:
+        for layer in self._layers:
+            if layer.keys().isdisjoint(streams):
+                layer.update(streams)
+                return
+        self._layers.append(dict(streams))
+
+    def remove(self, streams: dict[str, Stream]) -> None:
+        for layer in self._layers:
+            for request_id, stream in streams.items():
+                if layer.get(request_id) is stream:
+                    del layer[request_id]
+        while len(self._layers) > 1 and not self._layers[-1]:
+            self._layers.pop()
+
+    def apply(self, event: TokenEvent, group: str) -> None:
+        for layer in self._layers:
+            for stream in apply(layer, event, group):
+                stream.notify()
+
+
+class ReplySlots:
+    """The reply slot of an ingress, and those of other ingresses while a view needs them."""
+
+    def __init__(self, log: Log, own: ReplySlot, on_undecodable: Callable[[], None]) -> None:
+        self.own = own
+        self._log = log
+        self._on_undecodable = on_undecodable
+        self._others: dict[int, tuple[ReplySlot, asyncio.Task[None]]] = {}
+        self._opening = asyncio.Lock()
+
+    async def view(self, number: int, group: str, streams: dict[str, Stream], offset: int) -> View:
+        """Return a view of a response in any slot; see `ReplySlot.view`. Raises ApiError or LogError."""
+        if number == self.own.number:
+            return self.own.view(group, streams, offset)
+        async with self._opening:
+            if number not in self._others:
+                end = await self._log.end(TOKENS.name, number)
+                slot = ReplySlot(self._log, number, end, self._on_undecodable, self.own.on_foreign)
+                self._others[number] = slot, asyncio.create_task(self._follow(slot), name=f"reply slot {number}")
+            return self._others[number][0].view(group, streams, offset)
+
+    async def _follow(self, slot: ReplySlot) -> None:
+        with contextlib.suppress(LogError):  # `run` has interrupted the views
+            await slot.run()
+        if self._others.get(slot.number, (None,))[0] is slot:
+            del self._others[slot.number]
+
+    def close(self, view: View) -> None:
+        """Close a view, and stop following the slot of another ingress after its last one."""
+        view.close()
+        for number, (slot, following) in list(self._others.items()):
+            if not slot.views:
+                following.cancel()
+                del self._others[number]
+
+    def interrupt_all(self, reason: str) -> None:
+        for slot in (self.own, *(slot for slot, _ in self._others.values())):
+            slot.interrupt_all(reason)
+
+    def stop(self) -> None:
+        for _, following in self._others.values():
+            following.cancel()
 
 
 class ReplyReader:
     """Dispatches the events of one group in a reply slot, to which owners of other groups may write, too."""
 
     def __init__(self, slot: ReplySlot, group: str) -> None:
+        self.layers = Layers()
         self._slot = slot
         self._group = group
-        self._streams: dict[str, Stream] = {}
+        self._streams = self.layers.first
         self._calls: dict[tuple[type, str], tuple[int, asyncio.Future[Any]]] = {}
 
     @property
@@ -203,8 +411,7 @@ class ReplyReader:
             if future is not None and key == event.reply_key and not future.done():
                 future.set_result(event)
             return
-        for stream in apply(self._streams, event, self._group):
-            stream.notify()
+        self.layers.apply(event, self._group)
 
 
 def count_foreign(request_id: str, state: ResponseState, count: Callable[[float], None]) -> None:
@@ -221,4 +428,6 @@ def count_foreign(request_id: str, state: ResponseState, count: Callable[[float]
 def interruption(reason: str | None) -> ApiError:
     if reason == SHUTTING_DOWN:
         return ApiError(503, "shutting_down", SHUTTING_DOWN)
+    if reason in (EXPIRED, UNREACHABLE):
+        return ApiError(410, "answer_expired", reason)
     return ApiError(503, "log_unavailable", reason or "the log is unavailable")
