@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay import runtime
 from forebay.events.codec import decode, encode
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.models import (
@@ -24,20 +25,23 @@ from forebay.events.models import (
     ModelStored,
     StoredFile,
 )
-from forebay.events.topics import HEARTBEATS, MODELS
+from forebay.events.topics import ANSWERS, HEARTBEATS, MODELS
 from forebay.transport.base import Draft
 from forebay.transport.models import (
     CARDS,
     CONTENT,
+    NEEDED_S,
     ModelDamaged,
     ModelMissing,
     ModelStore,
     UseUnknown,
     cards_in_use,
+    needed_by_answers,
     remove_unused,
     superseded_by,
 )
 from forebay.transport.sqlite.log import SqliteLog
+from tests.harness.fake_runtime import FakeRuntime
 from tests.live.shared import background
 
 FILES = {"config.json": b"{}", "tokenizer.json": b"a tokenizer" * 1_000}
@@ -278,6 +282,20 @@ async def test_cards_that_workers_use_are_kept(log: SqliteLog, several: ModelSto
         assert await remove_unused(log, several, GROUPS, [first, second]) == [second]
         assert await remove_unused(log, several, GROUPS, [first, second]) == []
     assert list(several.cards) == [first, third]
+
+
+async def test_cards_that_kept_answers_may_need_stay(log: SqliteLog, several: ModelStore) -> None:
+    """A card is needed for eight days after another card of its model was stored."""
+    first, second, third = (card.digest() for card in STORED_CARDS)
+    await several.store("b", card_of({"x": b""}), {"x": b""})
+    assert await needed_by_answers(log, several) == set()
+    await log.append([Draft(ANSWERS.name, 0, b"an answer")])
+    assert await needed_by_answers(log, several) == set(several.cards)
+    async with beating(log, a=third, b=third):
+        assert await remove_unused(log, several, GROUPS, [first, second]) == []
+        with runtime.use(FakeRuntime(wall_shift_s=NEEDED_S + 60)):
+            assert await needed_by_answers(log, several) == {third, card_of({"x": b""}).digest()}
+            assert await remove_unused(log, several, GROUPS, [first, second]) == [first, second]
 
 
 @pytest.mark.parametrize("card", ["", None])

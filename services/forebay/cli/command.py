@@ -257,6 +257,7 @@ class ModelRemoveCommand:
 
     name: Annotated[str, Argument(metavar="NAME|DIGEST", help="Model, or the first 8 or more digits of a digest.")]
     kafka: KafkaOptions
+    force: Annotated[bool, Option("--force", help="Remove cards although kept answers may need them.")] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from forebay.cli.common.operator_name import operator_name
 from forebay.cli.common.recording import kafka_log
 from forebay.cli.common.tables import print_table
 from forebay.cli.common.terminal import printable
+from forebay.events.answers import RETENTION_S
 from forebay.events.models import TARGETS_MAX, WEIGHT_MAX, AliasSet, AliasTarget, ModelStored
 from forebay.events.names import unknown_name
 from forebay.events.topics import GROUPS
@@ -25,7 +26,7 @@ from forebay.transport.base import Draft, Log
 from forebay.transport.directory import PARTITION
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import count_topics
-from forebay.transport.models import ModelStore, cards_in_use
+from forebay.transport.models import ModelStore, cards_in_use, needed_by_answers
 from forebay.transport.sqlite.recording import utc
 
 DIGEST = re.compile("[0-9a-f]{8,64}")  # at least so many digits, so that a short name of a model is no digest
@@ -57,12 +58,12 @@ def run_list(options: ModelListCommand) -> None:
 
 def run_remove(options: ModelRemoveCommand) -> None:
     with explained():
-        removed = asyncio.run(_remove(options.kafka.settings(), options.name))
+        removed = asyncio.run(_remove(options.kafka.settings(), options.name, force=options.force))
     for text in removed:
         click.echo(f"removed {text}")
 
 
-async def _remove(settings: KafkaSettings, name: str) -> list[str]:
+async def _remove(settings: KafkaSettings, name: str, *, force: bool) -> list[str]:
     """Remove the cards that `name` means, and the group of a model. A reason to keep them ends the command.
 
     Returns the digests, and a text about the group.
@@ -76,6 +77,10 @@ async def _remove(settings: KafkaSettings, name: str) -> list[str]:
         for group, digest in sorted(used.items()):
             if digest in digests:
                 fail(f"workers of {printable(group)} use the card {digest[:SHOWN_DIGITS]} of {model}; stop them first")
+        needed: set[str] = set() if force else await needed_by_answers(log, store)
+        if found := [digest[:SHOWN_DIGITS] for digest in digests if digest in needed]:
+            text = f"answers, which are kept for {RETENTION_S // 86_400} days, may need the card {found[0]} of {model}"
+            fail(f"{text}; --force removes it nevertheless")
         await store.remove(digests)
         if name not in partitions:
             return digests

@@ -17,9 +17,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from hashlib import sha256
 
 from forebay import runtime
+from forebay.events.answers import RETENTION_S
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.models import CHUNK_BYTES_MAX, AliasSet, FileChunk, ModelCard, ModelStored, StoredFile
-from forebay.events.topics import MODELS
+from forebay.events.topics import ANSWERS, MODELS
 from forebay.transport.base import Draft, Log, LogError, Record, Tail
 from forebay.transport.heartbeats import owner_of
 
@@ -30,6 +31,9 @@ READ_MAX = 256
 FILE_BYTES_MAX = 128 << 20  # of one file; tokenizers with 260,000 tokens have 35 MB
 CARD_BYTES_MAX = 256 << 20  # of all files of a card
 LEVEL = 6
+# A card is needed for as long as answers are kept after its last request. Workers may use it for up to a day after
+# another card of the model was stored, because a fleet is replaced step by step.
+NEEDED_S = RETENTION_S + 86_400
 
 
 class ModelMissing(LogError):
@@ -285,14 +289,29 @@ def superseded_by(store: ModelStore, model: str, digest: str) -> list[str]:
     return [one for one in before if store.cards[one].model == model]
 
 
+async def needed_by_answers(log: Log, store: ModelStore) -> set[str]:
+    """Return the cards that kept answers may need: each was the newest one of its model within `NEEDED_S`.
+
+    Raises LogError.
+    """
+    if await log.begin(ANSWERS.name, 0) == await log.end(ANSWERS.name, 0):
+        return set()
+    since_us, needed, replaced_us = runtime.wall_us() - NEEDED_S * 1_000_000, set[str](), dict[str, int]()
+    for digest, stored in reversed(store.cards.items()):
+        if replaced_us.get(stored.model, since_us) >= since_us:
+            needed.add(digest)
+        replaced_us[stored.model] = stored.at_us
+    return needed
+
+
 async def remove_unused(
     log: Log, store: ModelStore, partitions: Mapping[str, int], digests: Iterable[str]
 ) -> list[str]:
-    """Remove those of the cards that no worker uses, and return their digests. Raises as `cards_in_use`."""
+    """Remove the cards that neither a worker nor an answer needs. Return their digests. Raises as `cards_in_use`."""
     wanted = list(digests)
     if not wanted:
         return []
-    used = set((await cards_in_use(log, partitions)).values())
+    used = {*(await cards_in_use(log, partitions)).values(), *await needed_by_answers(log, store)}
     unused = [digest for digest in wanted if digest in store.cards and digest not in used]
     if unused:
         await store.remove(unused)
