@@ -136,7 +136,7 @@ class Scene:
 
     def _key_of(self, name: str) -> int:
         keys: dict[str, int] = {one.command_id: one.nonce for one in self.events(CONTROL, WorkerCommanded)}
-        asked = [one for one in self.requests() if not isinstance(one, RequestCancelled)]
+        asked = self.requests(RequestSubmitted) + self.requests(RouteQueried)
         keys |= {one.request_id: one.reply_key for one in asked}
         return keys.get(name, 0)
 
@@ -325,6 +325,7 @@ async def make_scene(
         "reply_slot": SLOT,
         "body_bytes_max": BODY_MAX,
         "timeout_s": 30.0,
+        "incarnation": "ingress",
         "admin_token": "",  # the 20 routes of the admin API take half of the time of building an application
     }
     settings = IngressSettings(ingress_id="i1", **{**fields, **changes})

@@ -476,7 +476,7 @@ async def test_random_bytes_get_a_4xx(refusing_scene: Scene, raw: bytes) -> None
     assert 400 <= response.status_code < 500, response.text
 
 
-async def _refuse_all(event: RequestSubmitted, on_change: object = None) -> Stream:
+async def _refuse_all(event: RequestSubmitted, stream: object = None) -> Stream:
     raise ApiError(418, "valid", "the body was valid")
 
 

@@ -366,6 +366,7 @@ async def test_streams_in_flight_complete_and_new_requests_are_rejected(scene: S
 
 
 async def test_requests_in_flight_at_the_end_of_the_drain_fail_and_are_cancelled(scene: Scene) -> None:
+    """A stream that has begun is not cancelled, because its client may resume it at another ingress."""
     async with served(scene, 0.0) as one:
         streaming, whole = one.start_request(), one.start_request(stream=False)
         embedding = asyncio.create_task(one.client.post(EMBED, json={"model": NAME, "input": "hi"}))
@@ -380,19 +381,18 @@ async def test_requests_in_flight_at_the_end_of_the_drain_fail_and_are_cancelled
     others = [response for response in responses if response.status_code != 200]
     assert {error(response) for response in others} == {(503, "shutting_down")}
     cancelled = {event.request_id: event.reason for event in scene.requests(RequestCancelled)}
-    assert cancelled == {request.request_id: "the server is shutting down" for request in requests}
+    unread = [request.request_id for request in requests if request is not first]
+    assert cancelled == dict.fromkeys(unread, "the server is shutting down")
 
 
 async def test_an_interrupted_stream_ends_with_an_error_event(scene: Scene) -> None:
-    async def begin() -> str:
-        request = await scene.next_request()
-        scene.emit_text(request.request_id, " good")
-        return request.request_id
+    async def begin() -> None:
+        scene.emit_text((await scene.next_request()).request_id, " good")
 
     async with served(scene, LONG_S) as one:
         beginning = asyncio.create_task(begin())
         async with one.client.stream("POST", TEXT, json=STREAM) as response:
-            request_id = await beginning
+            await beginning
             lines = response.aiter_lines()
             assert await anext(lines) == "id: 0-1-0"
             assert json.loads((await anext(lines)).removeprefix("data: "))["choices"][0]["text"] == " good"
@@ -401,7 +401,7 @@ async def test_an_interrupted_stream_ends_with_an_error_event(scene: Scene) -> N
             rest = [line.removeprefix("data: ") async for line in lines if line]
         assert [json.loads(line) for line in rest] == [{"error": SHUTTING_DOWN}], "without an id"
         await one.serving
-    assert [event.request_id for event in scene.requests(RequestCancelled)] == [request_id]
+    assert not scene.requests(RequestCancelled), "the client may resume the stream at another ingress"
 
 
 async def test_a_second_signal_ends_streams_at_once_with_an_error(scene: Scene) -> None:

@@ -81,8 +81,8 @@ class Slots:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        own = ReplySlot(self.log, OWN, await self.log.end(TOKENS.name, OWN), lambda: None, lambda _: None)  # type: ignore[arg-type]
-        self.slots = ReplySlots(self.log, own, lambda: None)  # type: ignore[arg-type]
+        own = ReplySlot(self.log, OWN, await self.log.end(TOKENS.name, OWN), lambda: None, lambda _: None)
+        self.slots = ReplySlots(self.log, own, lambda: None)
         running = asyncio.create_task(own.run())
         try:
             yield

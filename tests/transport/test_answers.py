@@ -55,7 +55,7 @@ async def test_another_process_loads_what_was_stored(log: SqliteLog, store: Answ
     large = content(CHUNK_BYTES_MAX)  # random tokens do not compress, so it has several pieces
     async with opened(log) as other:
         assert await other.load("a", AT) is None
-        await store.store(AT, large)
+        await store.store("a", AT, large)
         assert await store.load("a", AT) == large
         assert await other.load("a", AT) == large
     async with opened(log) as later:
@@ -68,7 +68,7 @@ async def test_another_process_loads_what_was_stored(log: SqliteLog, store: Answ
 
 async def test_an_answer_is_stored_once(log: SqliteLog, store: AnswerStore) -> None:
     for tokens in (3, 4):
-        await store.store(AT, content(tokens))
+        await store.store("a", AT, content(tokens))
     assert await store.load("a", AT) == content(3)
     assert log.next_offset(ANSWERS.name, INDEX) == 1
 
@@ -78,12 +78,12 @@ async def test_a_deleted_answer_is_deleted_everywhere(log: SqliteLog, store: Ans
     """The deletion removes the pieces on a compacted topic, and a later attempt to store the answer has no effect."""
     async with opened(log) as other:
         if is_stored:
-            await store.store(AT, content())
+            await store.store("a", AT, content())
         await store.delete("a", AT)
         await until(lambda: other.position == log.next_offset(ANSWERS.name, INDEX))
         for one in (store, other):
             assert isinstance(await one.load("a", AT), AnswerDeleted)
-        await other.store(AT, content())
+        await other.store("a", AT, content())
         assert isinstance(await other.load("a", AT), AnswerDeleted)
     pieces = log.records(ANSWERS.name, CONTENT, 0, 9)
     assert len({record.key for record in pieces}) == is_stored
@@ -91,24 +91,24 @@ async def test_a_deleted_answer_is_deleted_everywhere(log: SqliteLog, store: Ans
 
 
 async def test_an_expired_answer_is_gone(store: AnswerStore) -> None:
-    await store.store(AT, content())
+    await store.store("a", AT, content())
     with runtime.use(FakeRuntime(wall_shift_s=RETENTION_S + 1)):
         assert await store.load("a", AT) is None
 
 
 async def test_retention_removes_index_and_content(log: SqliteLog, store: AnswerStore) -> None:
-    await store.store(AT, content())
+    await store.store("a", AT, content())
     log.trim(ANSWERS.name, INDEX, 1, 1)
     assert await store.load("a", AT) is None
     other = RequestLocation(1, 8)
-    await store.store(other, content())
+    await store.store("a", other, content())
     log.trim(ANSWERS.name, CONTENT, 2, 2)
     with pytest.raises(AnswerDamaged, match="the topic answers has no piece 0 of the answer to a"):
         await store.load("a", other)
 
 
 async def test_records_that_are_no_answers_are_ignored(log: SqliteLog, store: AnswerStore) -> None:
-    await store.store(AT, content())
+    await store.store("a", AT, content())
     (record,) = log.records(ANSWERS.name, INDEX, 0, 1)
     event: AnswerStored = decode(ANSWERS, record.value)
     odd = [
@@ -130,7 +130,7 @@ async def test_records_that_are_no_answers_are_ignored(log: SqliteLog, store: An
 async def test_a_too_large_answer_is_not_kept(store: AnswerStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "CONTENT_BYTES_MAX", 1_000)
     with pytest.raises(AnswerTooLarge, match=r"at most 1,000 are kept"):
-        await store.store(AT, content(300))
+        await store.store("a", AT, content(300))
     assert await store.load("a", AT) is None
 
 

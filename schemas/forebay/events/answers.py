@@ -36,6 +36,7 @@ class AnswerStored(IndexEvent, tag="answer.stored", frozen=True, kw_only=True):
     """The content of a finished response is on this topic.
 
     Attributes:
+        request_id: id of the whole request of the client.
         partition: partition of the first request of the response on the topic `requests`.
         offset: offset of this request.
         upload: id of the upload, because several ingresses may store a response at the same time.
@@ -54,6 +55,7 @@ class AnswerDeleted(IndexEvent, tag="answer.deleted", frozen=True, kw_only=True)
     """A client deleted a response. No ingress serves it any more, although other topics still have its events.
 
     Attributes:
+        request_id: id of the whole request of the client.
         partition: partition of the first request of the response on the topic `requests`.
         offset: offset of this request.
     """

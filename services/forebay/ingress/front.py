@@ -1,5 +1,7 @@
 """Parts of an ingress process that all models which it serves share."""
 
+import asyncio
+
 from forebay.ingress.admission import IngressAdmission
 from forebay.ingress.body_limits import VALUES_MAX, BodyLimits, BodyMemory
 from forebay.ingress.drain import IngressDrain
@@ -8,15 +10,21 @@ from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
 from forebay.ingress.openai.fields import BodyT, parse
 from forebay.ingress.settings import IngressSettings
-from forebay.ingress.streams import ReplySlot
+from forebay.ingress.streams import ReplySlot, ReplySlots
 from forebay.ingress.tokenizer import TokenizerPool
+from forebay.transport.answers import AnswerStore
 from forebay.transport.base import Log
 
+BACKGROUND_MAX = 1_024  # responses whose clients have disconnected and that are rendered to the end, to be kept
 CONTEXT_TOKENS_MAX = 2_000_000  # of models that are not known yet, for the number of values in a body
 
 
 class Front:
     """Reply slot, limits, admission and drain of an ingress process.
+
+    Attributes:
+        answers: the kept answers.
+        in_background: number of responses that are rendered although their clients have disconnected.
 
     Args:
         reply_from: first offset of the reply slot to read.
@@ -30,6 +38,9 @@ class Front:
         self.settings = settings
         self.metrics = metrics
         self.slot = ReplySlot(log, settings.reply_slot, reply_from, metrics.undecodable.inc, metrics.foreign.inc)
+        self.slots = ReplySlots(log, self.slot, metrics.undecodable.inc)
+        self.answers = AnswerStore(log)
+        self.in_background = 0
         self.drain = IngressDrain()
         self.admission = IngressAdmission(metrics)
         limits = BodyLimits(
@@ -43,10 +54,13 @@ class Front:
         self.fetcher = MediaFetcher(settings.media)
 
     async def run(self) -> None:
-        """Dispatch the events of the reply slot until cancelled. Raises LogError if the log cannot be read."""
+        """Dispatch the events of the reply slot, and follow the kept answers, until cancelled. Raises LogError."""
         try:
-            await self.slot.run()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.slot.run())
+                tasks.create_task(self.answers.run())
         finally:
+            self.slots.stop()
             await self.fetcher.close()
             self.tokenizer_pool.close()
 

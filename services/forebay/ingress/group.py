@@ -3,16 +3,17 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from forebay import runtime
 from forebay.events.base import Event
 from forebay.events.codec import encode
 from forebay.events.request_ids import RequestLocation
-from forebay.events.requests import RequestCancelled, RequestSubmitted
+from forebay.events.requests import RESUME_GRACE_S, RequestCancelled, RequestResumed, RequestSubmitted
 from forebay.events.tokens import RouteResponse
 from forebay.events.topics import REQUESTS
+from forebay.events.versions import may_write
 from forebay.ingress.adapters import Adapters
 from forebay.ingress.admission import POOL_FULL, FullPool
 from forebay.ingress.commands import CommandClient
@@ -170,13 +171,13 @@ class GroupClient:
             incarnation=settings.incarnation,
         )
 
-    async def submit(self, event: RequestSubmitted, on_change: Callable[[Stream], None] | None = None) -> Stream:
-        """Append a request to the log, and return the stream of its output, which calls `on_change` if it changes.
+    async def submit(self, event: RequestSubmitted, stream: Stream | None = None) -> Stream:
+        """Append a request to the log, and return the stream of its output, which has its location then.
 
         Raises ApiError: 413 if the request is too large for a record, 503 if there is no router or the log fails.
         """
         partition, request_id = self.require_partition(), event.request_id
-        stream = self.replies.open(request_id, event.reply_key, on_change)
+        stream = self.replies.add(request_id, stream or Stream(event.reply_key))
         try:
             stream.location = RequestLocation(partition, await self._append(partition, request_id, event))
         except BaseException as error:
@@ -209,13 +210,42 @@ class GroupClient:
             error.retry_after_s = self.front.admission.retry_after_s
         return error
 
-    def cancel(self, request_id: str, reason: str) -> None:
-        """Append the cancellation of a request to the log. If the log fails, only log a warning."""
-        event = RequestCancelled(request_id=request_id, reason=reason, at_us=runtime.wall_us())
+    def cancel(self, request_id: str, reason: str, *, is_complete: bool = False, unless_resumed: bool = False) -> None:
+        """Append the cancellation of a request to the log. If the log fails, only log a warning.
+
+        Args:
+            is_complete: whether the client has its complete response.
+            unless_resumed: whether the event has no effect if a client has resumed the response at another ingress.
+        """
+        event = RequestCancelled(
+            request_id=request_id,
+            reason=reason,
+            at_us=runtime.wall_us(),
+            ingress_incarnation=self.settings.incarnation if unless_resumed else "",
+            is_complete=is_complete,
+        )
         try:
             self.front.log.append_soon([_draft(self.require_partition(), request_id, event)])
         except LogError as error:
             logger.warning("cannot cancel request %s: %s", request_id, error)
+
+    def cancel_later(self, request_id: str, reason: str) -> None:
+        """Cancel a request after the grace time, unless a client reads its response again here or elsewhere."""
+
+        def cancel() -> None:
+            if not self.front.slots.is_read(self.settings.model_name, request_id):
+                self.cancel(request_id, reason, unless_resumed=True)
+
+        asyncio.get_running_loop().call_later(RESUME_GRACE_S, cancel)
+
+    def resume(self, request_id: str) -> None:
+        """Append that a request waits for this ingress from now on, if the owner can read that."""
+        owner, settings = self.ready.presence.owner, self.settings
+        if owner is not None and may_write(RequestResumed, owner.events_version):
+            event = RequestResumed(
+                request_id=request_id, ingress_incarnation=settings.incarnation, at_us=runtime.wall_us()
+            )
+            self.front.log.append_soon([_draft(self.require_partition(), request_id, event)])
 
     def _allowed_policies(self) -> Collection[str] | None:
         owner = self.ready.presence.owner
@@ -238,7 +268,7 @@ class GroupClient:
             raise ApiError(503, "log_unavailable", f"{error}; try again soon") from error
         except LogError as error:
             # A failed log does not recover, so all other requests would only reach their deadline.
-            self.front.slot.interrupt_all(str(error))
+            self.front.slots.interrupt_all(str(error))
             raise ApiError(503, "log_unavailable", str(error)) from error
         except ValueError as error:
             raise ApiError(413, "request_too_large", str(error)) from error

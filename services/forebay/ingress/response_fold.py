@@ -86,6 +86,11 @@ class ResponseFold(ABC):
             return ""
         return "stop" if self.error is None else self.error.code
 
+    @property
+    def is_final(self) -> bool:
+        """Whether the response is over because of records on the log, so every reader of them reaches the same end."""
+        return self.is_over and (self.error is None or self._failed_at is not None)
+
     def begin(self, response_id: str) -> list[StreamEvent]:
         """Set the id of the response before the first step, and return the events before any output."""
         return []

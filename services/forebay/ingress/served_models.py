@@ -36,6 +36,7 @@ from forebay.transport.models import ModelStore
 
 logger = logging.getLogger(__name__)
 
+OLDER_MAX = 8  # models with other cards than that of their workers, for responses to earlier requests
 LOADED_MAX = 64  # a tokenizer takes 5 to 60 MB of memory
 FAILED_S = 10.0  # between two attempts to load a card that cannot be loaded
 LISTED_S = 0.5  # until the last known adapters of a model count, because a worker may be slow to list them
@@ -118,6 +119,7 @@ class ServedModels:
         self._entries: dict[str, ServedModel] = {}
         self._following: dict[str, tuple[int, asyncio.Task[None]]] = {}  # with the partition of the model
         self._loaded: OrderedDict[str, ServedModel] = OrderedDict()  # the model that was used last comes last
+        self._older: OrderedDict[tuple[str, str], LoadedModel] = OrderedDict()
         self._created_s = int(runtime.wall_s())
         self._placed = asyncio.Event()
         directory.on_change = self._placed.set
@@ -212,6 +214,37 @@ class ServedModels:
         if entry is not self._only:  # whose owner was required before the body of the request was read
             entry.group.require_owner()
         return RequestedModel(loaded, name)
+
+    def partitions(self) -> list[int]:
+        """Return the control partitions of the models."""
+        found = (entry.group.ready.partition() for _, entry in sorted(self._entries.items()))
+        return [partition for partition in found if partition is not None]
+
+    async def rendering_model(self, name: str, card: str) -> LoadedModel:
+        """Return a model with the card with which a request was prepared, to render its response.
+
+        A model from a directory has no card, and is taken for the same one.
+
+        Raises ApiError: 404 for an unknown model, 410 for a removed card, 503 if the model cannot be loaded.
+        """
+        entry = self._entries.get(name)
+        if entry is None:
+            raise ApiError(404, "model_not_found", f"the model {name} of the request was removed", "model")
+        if entry is self._only or not card or card == entry.digest:
+            return await self._load(entry)
+        older = self._older.get((name, card))
+        if older is None:
+            if card not in self._store.cards:
+                text = f"the model card {card} of {name}, with which the request was prepared, was removed"
+                raise ApiError(410, "model_card_removed", text)
+            entry.require_loadable(card)
+            async with entry.loading:
+                older = self._older.get((name, card)) or await self._load_card(entry, card)
+            self._older[name, card] = older
+        self._older.move_to_end((name, card))
+        while len(self._older) > OLDER_MAX:
+            self._older.popitem(last=False)
+        return older
 
     async def only(self, name: str) -> RequestedModel:
         """Return the model of this name. An empty name means the only model. Raises ApiError as `find`."""

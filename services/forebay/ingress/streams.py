@@ -38,6 +38,7 @@ UNREACHABLE = (
 NOT_OPEN = (0, None)
 
 CallT = TypeVar("CallT", RouteResponse, CommandResponse)
+OnChange = Callable[["Stream"], None]  # called after each event of the stream, and after its interruption
 
 
 class Stream(ResponseState):
@@ -50,7 +51,7 @@ class Stream(ResponseState):
 
     __slots__ = ("_on_change", "_waiter", "interrupt_reason", "location")
 
-    def __init__(self, key: int = 0, on_change: "Callable[[Stream], None] | None" = None) -> None:
+    def __init__(self, key: int = 0, on_change: OnChange | None = None) -> None:
         super().__init__(key)
         self.location: RequestLocation | None = None
         self.interrupt_reason: str | None = None
@@ -210,8 +211,10 @@ class ReplySlot:
 
     def _dispatch(self, value: bytes) -> None:
         event = self._decode(value)
-        reader = None if event is None else self._readers.get(event.group)
-        if event is not None and reader is not None:
+        if event is None:
+            return
+        reader = self._readers.get(event.group)
+        if reader is not None:
             reader.apply(event)
 
     def _decode(self, value: bytes) -> TokenEvent | None:
@@ -306,11 +309,12 @@ class ReplySlots:
         if number == self.own.number:
             return self.own.view(group, streams, offset)
         async with self._opening:
-            if number not in self._others:
+            slot, _ = self._others.get(number, (None, None))
+            if slot is None:
                 end = await self._log.end(TOKENS.name, number)
                 slot = ReplySlot(self._log, number, end, self._on_undecodable, self.own.on_foreign)
                 self._others[number] = slot, asyncio.create_task(self._follow(slot), name=f"reply slot {number}")
-            return self._others[number][0].view(group, streams, offset)
+            return slot.view(group, streams, offset)
 
     async def _follow(self, slot: ReplySlot) -> None:
         with contextlib.suppress(LogError):  # `run` has interrupted the views
@@ -325,6 +329,12 @@ class ReplySlots:
             if not slot.views:
                 following.cancel()
                 del self._others[number]
+
+    def is_read(self, group: str, request_id: str) -> bool:
+        """Return whether a client of this ingress reads the output of a request."""
+        views = [view for slot in (self.own, *(slot for slot, _ in self._others.values())) for view in slot.views]
+        is_viewed = any(view.group == group and request_id in view.streams for view in views)
+        return is_viewed or request_id in self.own.reader(group)
 
     def interrupt_all(self, reason: str) -> None:
         for slot in (self.own, *(slot for slot, _ in self._others.values())):
@@ -355,13 +365,17 @@ class ReplyReader:
     def __len__(self) -> int:
         return len(self._streams) + len(self._calls)
 
-    def open(self, request_id: str, key: int, on_change: "Callable[[Stream], None] | None" = None) -> Stream:
+    def open(self, request_id: str, key: int) -> Stream:
         """Register a request with a new id, and return the stream that receives its events.
 
-        As in `call`, events with another `reply_key` than `key` are ignored. `on_change` is called after each event.
+        As in `call`, events with another `reply_key` than `key` are ignored.
         """
+        return self.add(request_id, Stream(key))
+
+    def add(self, request_id: str, stream: Stream) -> Stream:
+        """Register a request with a new id, whose events the stream receives, and return the stream."""
         assert request_id not in self
-        stream = self._streams[request_id] = Stream(key, on_change)
+        self._streams[request_id] = stream
         return stream
 
     def close(self, request_id: str) -> None:

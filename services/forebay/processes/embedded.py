@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from forebay import runtime
 from forebay.events.control import DisaggConfig
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import FLEET, TOKENS
@@ -210,7 +211,9 @@ async def _running(
         stack.push_async_callback(explainer.close)
         await tasks.until(lambda: all(group.is_admitted() for group in groups))
         by_name = {group.name: group for group in groups}
-        ingress = settings.ingress if only is None else replace(settings.ingress, block_size=groups[0].block_size)
+        ingress = replace(settings.ingress, incarnation=runtime.random_id())
+        if only is not None:
+            ingress = replace(ingress, block_size=groups[0].block_size)
         async with serving_models(ingress, log, registry, tasks, by_name, only) as models:
             app = build_app(models, registry, explainer, hosts, lambda name: by_name[name].status())
             yield app, models.front, {group.name: group.disagg() for group in groups}

@@ -41,4 +41,4 @@ async def serve_http(
     """Serve until the drain of the ingress has ended."""
     limits = ConnectionLimits(front.metrics.reject, connections_allowed())
     server = build_server(app, on_started, limits, endpoint.tls)
-    await serve_until_drained(server, listener, front.drain, front.slot.interrupt_all, drain_s)
+    await serve_until_drained(server, listener, front.drain, front.slots.interrupt_all, drain_s)

@@ -132,9 +132,8 @@ class AnswerStore:
         packed = b"".join([await self._piece(stored, index) for index in range(len(stored.offsets))])
         return await runtime.offload(_unpacked, packed, stored)
 
-    async def store(self, location: RequestLocation, content: AnswerContent) -> None:
+    async def store(self, request_id: str, location: RequestLocation, content: AnswerContent) -> None:
         """Store a response unless it is stored or deleted already. Raises AnswerTooLarge or LogError."""
-        request_id = content.submission.request_id
         if await self._indexed(request_id, location) is not None:
             return
         packed, size = await runtime.offload(_packed, content)

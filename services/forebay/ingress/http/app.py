@@ -17,9 +17,11 @@ from forebay.ingress.bodies import EMBEDDING_PATH, KINDS, AnyBody
 from forebay.ingress.drain import DrainMiddleware
 from forebay.ingress.errors import MESSAGES_PATH, ApiError
 from forebay.ingress.explainer import Explainer
+from forebay.ingress.finder import RequestFinder
 from forebay.ingress.front import Front
 from forebay.ingress.http.admin import BODIES as ADMIN_BODIES
 from forebay.ingress.http.admin import add_admin
+from forebay.ingress.http.answers import add_answers
 from forebay.ingress.http.guards import ApiKeyGuard, Cors, OriginGuard
 from forebay.ingress.http.openapi import RUNS, body_of, describe, errors, streamed, text
 from forebay.ingress.http.pages import add_pages
@@ -50,7 +52,8 @@ def build_app(
         status_of: returns the status of a model; with None it is derived from the log.
     """
     app = IngressApp(title="forebay", summary="OpenAI-compatible ingress", docs_url=None, redoc_url=None)
-    app.front = _front(app, models, hosts)
+    finder = RequestFinder(models)
+    app.front = _front(app, models, finder, hosts)
     settings = models.front.settings
     _add_errors(app, models.front)
     add_pages(app, settings.model_name)
@@ -59,6 +62,7 @@ def build_app(
     _add_health(app, models, registry)
     add_route_query(app, models)
     add_tokenization(app, models)
+    add_answers(app, models.front, finder)
     explain = explainer or Explainer(None)
     add_explain(app, models, explain)
     add_status(app, models, explain, status_of)
@@ -85,10 +89,10 @@ class IngressApp(FastAPI):
         await super().__call__(scope, receive, send)
 
 
-def _front(app: IngressApp, models: ServedModels, hosts: frozenset[str] | None) -> ASGIApp:
+def _front(app: IngressApp, models: ServedModels, finder: RequestFinder, hosts: frozenset[str] | None) -> ASGIApp:
     """Return the middleware of the application, outermost first: CORS, origin, API key, drain, runs."""
     settings, metrics = models.front.settings, models.front.metrics
-    front: ASGIApp = RunRoutes(app.serve_route, models)
+    front: ASGIApp = RunRoutes(app.serve_route, models, finder)
     front = DrainMiddleware(front, models.front.drain, metrics.reject)
     if settings.api_keys:
         front = ApiKeyGuard(front, settings.api_keys, metrics.reject)

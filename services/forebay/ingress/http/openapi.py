@@ -68,7 +68,8 @@ MEANINGS = {
     404: "The model, worker, pool, policy, request or path is unknown.",
     405: "The path does not support this method; `Allow` lists the supported methods.",
     408: "The request did not arrive in time.",
-    409: "The id of the command is in use, an engine refused the command, or the model is not disaggregated.",
+    409: "The id or the idempotency key is in use, an engine refused the command, or the model is not disaggregated.",
+    410: "Retention, a client or an operator removed what is needed.",
     413: "The body is too large.",
     415: "The body is not declared as application/json, or has an unsupported Content-Encoding.",
     429: "There are too many requests; try again after `Retry-After`.",
@@ -83,7 +84,7 @@ MEANINGS = {
 }
 EVERYWHERE = (403, 405, 408, 431, 500, 503)  # every route may return these: errors of server, origin guard and log
 BODY_ERRORS = (400, 413, 415, 499)
-RUNS = (*BODY_ERRORS, 404, 429, 501, 502, 504, 529)  # errors of requests that workers run
+RUNS = (*BODY_ERRORS, 404, 409, 410, 429, 501, 502, 504, 529)  # errors of requests that workers run
 QUERIES = (*BODY_ERRORS, 404, 429, 501, 504, 529)
 COMMANDS = (*BODY_ERRORS, 401, 404, 409, 501, 502, 504)
 SETTINGS = (*BODY_ERRORS, 401, 404, 409)
@@ -104,8 +105,12 @@ def json_of(kind: type[msgspec.Struct]) -> Responses:
     return {200: {"description": split_description(kind.__doc__)[0], "content": {JSON: {"schema": schema}}}}
 
 
+def content(kind: str, schema: str, description: str) -> Responses:
+    return {200: {"description": description, "content": {kind: {"schema": {"type": schema}}}}}
+
+
 def text(description: str) -> Responses:
-    return {200: {"description": description, "content": {TEXT: {"schema": {"type": "string"}}}}}
+    return content(TEXT, "string", description)
 
 
 def body_of(*kinds: type[Body], required: bool = True) -> dict[str, Any]:

@@ -8,19 +8,29 @@ these routes need neither dependencies nor parameters of the path. So they bypas
 with FastAPI, which describes them in the OpenAPI schema and responds to other methods.
 """
 
+from collections.abc import Sequence
+
+from msgspec.structs import replace
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forebay import runtime
+from forebay.events.request_ids import RequestLocation
+from forebay.events.requests import RequestSubmitted
 from forebay.ingress.access_log import add_fields
 from forebay.ingress.bodies import KINDS, AnyBody
 from forebay.ingress.errors import ApiError, internal_error
+from forebay.ingress.finder import RequestFinder
 from forebay.ingress.front import Front
+from forebay.ingress.group import GroupClient
 from forebay.ingress.http.body import BodyReader, request_id_of
+from forebay.ingress.http.idempotency import REPLAYED, Idempotency, idempotency_of
 from forebay.ingress.http.queries import respond_to_query
-from forebay.ingress.http.response import OneResponse, PartsResponse
+from forebay.ingress.http.response import AttachedResponse, OneResponse, PartsResponse
 from forebay.ingress.openai.embeddings import EmbeddingBody
+from forebay.ingress.prepare import PreparedRequest
+from forebay.ingress.recorder import RecordedStream, Recorder
 from forebay.ingress.served_models import ServedModels
 from forebay.transport.base import LogError
 
@@ -31,9 +41,10 @@ class RunRoutes:
     A request is admitted or rejected before its body is read.
     """
 
-    def __init__(self, app: ASGIApp, models: ServedModels) -> None:
+    def __init__(self, app: ASGIApp, models: ServedModels, finder: RequestFinder) -> None:
         self._app = app
         self._models = models
+        self._finder = finder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = KINDS.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
@@ -51,7 +62,7 @@ class RunRoutes:
             return
         try:
             try:
-                response = await respond(Request(scope, receive), self._models, kind)
+                response = await respond(Request(scope, receive), self._models, self._finder, kind)
             except (ApiError, LogError, ClientDisconnect) as error:
                 response = error_response(front, error, scope["path"])
             await response(scope, receive, send)
@@ -59,7 +70,7 @@ class RunRoutes:
             front.admission.leave()
 
 
-async def respond(request: Request, models: ServedModels, kind: type[AnyBody]) -> Response:
+async def respond(request: Request, models: ServedModels, finder: RequestFinder, kind: type[AnyBody]) -> Response:
     """Submit a request, and return its unsent response. Raises ApiError if it is invalid or cannot be served."""
     began_s = runtime.monotonic_s()
     front = models.front
@@ -72,16 +83,52 @@ async def respond(request: Request, models: ServedModels, kind: type[AnyBody]) -
             return await respond_to_query(request, models, body.completion)
         request_id = request_id_of(request, body.id_prefix)
         add_fields(request.scope, request_id=request_id)
-        model, name = await models.find(body.model, request_id)
+        idempotency = idempotency_of(request, raw)
+        # Of the models of an alias, a repetition must reach the same one.
+        model, name = await models.find(body.model, request_id if idempotency is None else idempotency.key)
         group = model.group
         group.require_capacity(body.endpoint)
         prepared = await model.prepare(body, request.headers.items(), name)
         add_fields(request.scope, model=body.model)
-    first, *others = group.submissions(request_id, prepared)
-    fold = model.fold(first)
-    if others:
-        return PartsResponse(group, fold, [first, *others], began_s)
-    return OneResponse(group, fold, await group.submit(first), began_s)
+        parts = _submissions(group, request_id, body, prepared, idempotency)
+    fold = model.fold(parts[0])
+
+    async def replay(location: RequestLocation) -> Response:
+        try:
+            found = await finder.at(location)
+            if idempotency is not None:
+                idempotency.require_same_body(found.first)
+            return AttachedResponse(found, began_s, headers=REPLAYED)
+        except (ApiError, LogError) as error:
+            return error_response(front, error, request.url.path)
+
+    recorder = Recorder() if fold.rendering.is_kept else None
+    if len(parts) > 1:
+        return PartsResponse(group, fold, parts, began_s, recorder=recorder, replay=replay)
+    (first,) = parts
+    recorded = None if recorder is None else RecordedStream(first.reply_key, first.request_id, recorder)
+    stream = await group.submit(first, recorded)
+    return OneResponse(group, fold, first, stream, began_s, recorder=recorder, replay=replay)
+
+
+def _submissions(
+    group: GroupClient,
+    request_id: str,
+    body: AnyBody,
+    prepared: Sequence[PreparedRequest],
+    idempotency: Idempotency | None,
+) -> list[RequestSubmitted]:
+    """Return the events of all parts, with the idempotency key, and with what the body says about their end."""
+    parts = group.submissions(request_id, prepared)
+    if body.outlives:
+        parts = [replace(part, ingress_incarnation="") for part in parts]
+    if idempotency is not None:
+        parts = idempotency.applied(group.settings.model_name, parts)
+    rendering = parts[0].rendering
+    assert rendering is not None, "the first part of a response has its rendering"
+    if body.outlives or idempotency is not None:
+        parts[0] = replace(parts[0], rendering=replace(rendering, is_kept=True))
+    return parts
 
 
 def error_response(front: Front, error: Exception, path: str) -> Response:

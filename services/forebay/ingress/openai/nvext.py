@@ -209,6 +209,16 @@ class Nvext(CheckedBody):
                 yield f"nvext.{name}"
 
 
+class ForebayOptions(CheckedBody):
+    """`forebay`: options of this server."""
+
+    path = "forebay."
+
+    detach: bool | None = Field(
+        default=None, description="Whether the request outlives its connection, and its answer is kept."
+    )
+
+
 class RoutedBody(CheckedBody):
     """Base of the bodies of requests that workers run.
 
@@ -227,6 +237,14 @@ class RoutedBody(CheckedBody):
     nvext: Nvext | None = Field(
         default=None, description="Hints for routing and caching, see [routing.md](routing.md)."
     )
+    forebay: ForebayOptions | None = Field(
+        default=None, description="Options of this server, see [answers.md](answers.md)."
+    )
+
+    @property
+    def outlives(self) -> bool:
+        """Whether the request is not cancelled if its client disconnects. Its answer is kept."""
+        return self.forebay is not None and bool(self.forebay.detach)
 
     @property
     def options(self) -> str:

@@ -1,0 +1,148 @@
+"""Find a request, or its kept answer, by an id that a client has.
+
+The public id of a response contains the location of its first request, so finding it takes one read. An id that a
+client chose (`x-request-id`), or the id on the log without a location, is searched in the newest records.
+"""
+
+import asyncio
+from typing import NamedTuple
+
+from forebay.events.answers import AnswerContent, AnswerDeleted
+from forebay.events.codec import DecodeError
+from forebay.events.rendering import Rendering
+from forebay.events.request_ids import (
+    KAFKA_API,
+    SEPARATOR,
+    RequestLocation,
+    aliases_of,
+    parse_public_id,
+    public_id,
+    whole_id,
+)
+from forebay.events.requests import RequestSubmitted
+from forebay.events.topics import REQUESTS
+from forebay.ingress.errors import ApiError
+from forebay.ingress.loaded_model import LoadedModel
+from forebay.ingress.served_models import ServedModels
+from forebay.transport.base import Record, event_of, newest_first
+
+SEARCHED_MAX = 100_000  # records per search, which takes seconds; one search runs at a time
+OFFSETS_MAX = 1 << 62
+
+
+class FoundRequest(NamedTuple):
+    """A request of a client on the log.
+
+    Attributes:
+        request_id: id of the whole request.
+        first: its first part, with the rendering.
+        loaded: its model, with the card that the rendering names.
+        content: the kept answer; None if it is not kept, or not finished.
+    """
+
+    request_id: str
+    location: RequestLocation
+    first: RequestSubmitted
+    loaded: LoadedModel
+    content: AnswerContent | None
+
+    @property
+    def rendering(self) -> Rendering:
+        assert self.first.rendering is not None, "the first part of a response has its rendering"
+        return self.first.rendering
+
+
+class RequestFinder:
+    """Finds requests of the models of an ingress."""
+
+    def __init__(self, models: ServedModels) -> None:
+        self._models = models
+        self._log = models.front.log
+        self._answers = models.front.answers
+        self._searching = asyncio.Lock()
+
+    async def find(self, given: str) -> FoundRequest:
+        """Return the request with a public id, an id on the log, or an id that its client chose (the newest one).
+
+        Raises ApiError: 404 for an unknown or deleted request, 410 if retention or an operator removed what is needed.
+        """
+        request_id, location = parse_public_id(given)
+        if location is None:
+            request_id, location = await self._search(given)
+        if _is_of_kafka_api(request_id):
+            raise _unknown(given)
+        return await self._read(request_id, location, given)
+
+    async def at(self, location: RequestLocation) -> FoundRequest:
+        """Return the request at a location that the owner of its group named. Raises ApiError as `find`."""
+        record = await self._record(location)
+        first = None if record is None else _first_part(record)
+        if first is None or first.rendering is None:
+            raise ApiError(410, "answer_expired", "the request with this idempotency key was removed by retention")
+        request_id = whole_id(first.request_id, first.rendering.parts)
+        return await self._read(request_id, location, public_id(request_id, location))
+
+    async def _read(self, request_id: str, location: RequestLocation, given: str) -> FoundRequest:
+        content = await self._answers.load(request_id, location)
+        if isinstance(content, AnswerDeleted):
+            raise ApiError(404, "request_not_found", f"the request {given!r} was deleted")
+        if content is not None:
+            first: RequestSubmitted | None = content.submission
+        else:
+            record = await self._record(location)
+            first = None if record is None else _first_part(record)
+        rendering = None if first is None else first.rendering
+        if first is None or rendering is None or whole_id(first.request_id, rendering.parts) != request_id:
+            raise _unknown(given)
+        loaded = await self._models.rendering_model(first.model, rendering.card)
+        return FoundRequest(request_id, location, first, loaded, content)
+
+    async def _record(self, location: RequestLocation) -> Record | None:
+        """Return the record at a location, None if there is none. Raises ApiError (410) if retention removed it."""
+        partition, offset = location
+        if partition not in self._models.partitions() or offset >= OFFSETS_MAX:
+            return None
+        if offset < await self._log.begin(REQUESTS.name, partition):
+            text = "retention has removed the records of this time, and the answer was not kept or has expired"
+            raise ApiError(410, "answer_expired", text)
+        records = await self._log.read(REQUESTS.name, partition, offset, 1)
+        return records[0] if records and records[0].offset == offset else None
+
+    async def _search(self, given: str) -> tuple[str, RequestLocation]:
+        """Return id and location of the newest request with an id that has no location. Raises ApiError (404)."""
+        searched = 0
+        async with self._searching:
+            for partition in self._models.partitions():
+                end = await self._log.end(REQUESTS.name, partition)
+                async for record in newest_first(self._log, REQUESTS, partition, end):
+                    searched += 1
+                    if searched > SEARCHED_MAX:
+                        text = f"no request {given!r} is among the newest {SEARCHED_MAX:,} records"
+                        raise ApiError(404, "request_not_found", f"{text}; use the id in the response")
+                    name = (record.key or b"").decode(errors="replace")
+                    if given not in aliases_of(name) or _is_of_kafka_api(name):
+                        continue
+                    first = _first_part(record)
+                    if first is not None and first.rendering is not None:
+                        found = whole_id(first.request_id, first.rendering.parts)
+                        return found, RequestLocation(partition, record.offset)
+        raise _unknown(given)
+
+
+def _first_part(record: Record) -> RequestSubmitted | None:
+    """Return the first part of a request in a record; None if the record is another one."""
+    try:
+        event = event_of(REQUESTS, record)
+    except DecodeError:
+        return None
+    return event if isinstance(event, RequestSubmitted) and event.rendering is not None else None
+
+
+def _is_of_kafka_api(request_id: str) -> bool:
+    """Return whether a request came from the Kafka API. Its ids can be guessed, so HTTP does not find them."""
+    return request_id.partition(SEPARATOR)[2].partition("-")[0] == KAFKA_API
+
+
+def _unknown(given: str) -> ApiError:
+    text = f"unknown request {given!r}; use the id of a response, or the x-request-id of a request"
+    return ApiError(404, "request_not_found", text)

@@ -1,0 +1,120 @@
+"""Routes for responses that another connection or ingress began: resume, read, cancel and delete them."""
+
+import re
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from forebay import runtime
+from forebay.events.request_ids import part_ids
+from forebay.ingress.admission import IngressAdmission
+from forebay.ingress.errors import invalid
+from forebay.ingress.finder import FoundRequest, RequestFinder
+from forebay.ingress.front import Front
+from forebay.ingress.http.openapi import EVENTS, JSON, content, errors
+from forebay.ingress.http.response import AttachedResponse, LastEvent
+from forebay.ingress.response_fold import StreamEvent
+
+EVENT_ID = re.compile(r"\d{1,9}-\d{1,9}-\d{1,9}")
+SHOWN_CHARS_MAX = 64
+READS = (400, 404, 410, 429, 501, 504)
+CANCELLED = "cancelled by a client"
+
+
+class _Admitted(Response):
+    """Response that counts as a request in flight until it is complete."""
+
+    def __init__(self, response: Response, admission: IngressAdmission) -> None:
+        self.background = None
+        self._response = response
+        self._admission = admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._response(scope, receive, send)
+        finally:
+            self._admission.leave()
+
+
+async def admitted(front: Front, respond: Callable[[], Awaitable[Response]]) -> Response:
+    """Return the response of `respond`, which counts as a request in flight. Raises ApiError if there are too many."""
+    front.admission.enter()
+    try:
+        return _Admitted(await respond(), front.admission)
+    except BaseException:
+        front.admission.leave()
+        raise
+
+
+def add_answers(app: FastAPI, front: Front, finder: RequestFinder) -> None:
+    @app.get(
+        "/v1/requests/{request_id}/stream", responses={**content(EVENTS, "string", "The events."), **errors(*READS)}
+    )
+    async def resume(request: Request, request_id: str) -> Response:
+        """Stream the response to a request, after the event in `Last-Event-ID` or `?last_event_id=` if there is one."""
+        after = last_event(request)
+
+        async def respond() -> Response:
+            began_s = runtime.monotonic_s()
+            found = await finder.find(request_id)
+            if found.rendering.api == "embeddings":
+                raise invalid("embeddings have no stream; read the whole response", code="unsupported_parameter")
+            return AttachedResponse(found, began_s, stream=True, after=after)
+
+        return await admitted(front, respond)
+
+    @app.get("/v1/requests/{request_id}", responses={**content(JSON, "object", "The response."), **errors(*READS)})
+    async def whole(request_id: str) -> Response:
+        """Return the whole response to a request, once it is complete."""
+
+        async def respond() -> Response:
+            began_s = runtime.monotonic_s()
+            return AttachedResponse(await finder.find(request_id), began_s, stream=False)
+
+        return await admitted(front, respond)
+
+    @app.post("/v1/requests/{request_id}/cancel", responses={**content(JSON, "object", "The id."), **errors(404, 410)})
+    async def cancel(request_id: str) -> Response:
+        """Cancel a request. A finished one stays as it is."""
+        cancel_request(await finder.find(request_id))
+        return _done(request_id, "cancelled")
+
+    @app.delete("/v1/requests/{request_id}", responses={**content(JSON, "object", "The id."), **errors(404, 410)})
+    async def delete(request_id: str) -> Response:
+        """Cancel a request if it has not finished, and delete its answer."""
+        found = await finder.find(request_id)
+        cancel_request(found)
+        await front.answers.delete(found.request_id, found.location)
+        return _done(request_id, "deleted")
+
+
+def cancel_request(found: FoundRequest) -> None:
+    """Append the cancellation of all parts of a request, unless its answer is kept because it has finished."""
+    if found.content is None:
+        group = found.loaded.group
+        for name in part_ids(found.request_id, found.rendering.parts):
+            group.cancel(name, CANCELLED)
+
+
+def last_event(request: Request) -> LastEvent | None:
+    """Return the event that a client names in `Last-Event-ID`, or in the query. Raises ApiError (400) if malformed."""
+    given, param = request.headers.get("last-event-id"), "Last-Event-ID"
+    if given is None:
+        given, param = request.query_params.get("last_event_id"), "last_event_id"
+    if given is None:
+        return None
+    if EVENT_ID.fullmatch(given) is None:
+        shown = given[:SHOWN_CHARS_MAX]
+        raise invalid(f"{param} {shown!r} is no id of an event; send the id of the last event, such as 0-17-0", param)
+
+    def matches(event: StreamEvent) -> bool:
+        return event.id == given
+
+    return LastEvent(matches, param, given)
+
+
+def _done(request_id: str, what: str) -> Response:
+    return Response(msgspec.json.encode({"id": request_id, what: True}), media_type="application/json")
