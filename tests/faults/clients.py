@@ -2,6 +2,9 @@
 
 import asyncio
 
+from msgspec.structs import replace
+from xxhash import xxh3_64_intdigest
+
 from forebay.core.block_hashes import sequence_hashes
 from forebay.events.base import U32_BYTES
 from forebay.events.codec import encode
@@ -89,15 +92,20 @@ class Client:
         )
 
     def _append_repeated(self) -> None:
-        """Append a request whose id is in use, as another producer on the topic may do. Nobody reads its response."""
+        """Append a request whose id is in use, and one whose idempotency key may be, as another producer may do.
+
+        Nobody reads their responses.
+        """
         self._cluster.fired["repeated_id"] += 1
         outcome = self.outcome
         outcome.state = "foreign"
-        event: RequestSubmitted = self.prepared().submission(
-            outcome.request_id, reply_slot=FOREIGN_SLOTS + self._number, reply_from=0, nonce=1, at_us=0, ingress_id=""
-        )
-        draft = Draft(REQUESTS.name, PARTITION, encode(REQUESTS, event), outcome.request_id.encode())
-        self._cluster.broker.append(draft, 0)
+        slot = FOREIGN_SLOTS + self._number
+        for request_id, key in ((outcome.request_id, 0), (f"{outcome.name}-again", _key_of(self._planned.repeats))):
+            event: RequestSubmitted = self.prepared().submission(
+                request_id, reply_slot=slot, reply_from=0, nonce=1, at_us=0, ingress_id=""
+            )
+            value = encode(REQUESTS, replace(event, idempotency_key=key))
+            self._cluster.broker.append(Draft(REQUESTS.name, PARTITION, value, request_id.encode()), 0)
 
     async def _request(self, group: GroupClient) -> None:
         """Do what the HTTP routes do: admit, submit, read the response, and cancel it if the client disconnects."""
@@ -119,7 +127,7 @@ class Client:
         outcome, planned = self.outcome, self._planned
         loop = asyncio.get_running_loop()
         (event,) = group.submissions(outcome.request_id, [self.prepared()])
-        stream = await group.submit(event)
+        stream = await group.submit(replace(event, idempotency_key=_key_of(planned.name)))
         timers = [loop.call_later(planned.timeout_ms / 1000 + GRACE_S, stream.interrupt, "deadline")]
         if planned.disconnect_ms is not None:
             timers.append(loop.call_later(planned.disconnect_ms / 1000, stream.interrupt, "disconnected"))
@@ -134,6 +142,8 @@ class Client:
                     error = stream.ended.error
                     outcome.state = "finished" if error is None else "failed"
                     outcome.detail = stream.ended.finish_reason if error is None else error.code
+                elif stream.located is not None:
+                    outcome.state = "located"
                 elif stream.interrupt_reason == "disconnected":
                     self._cluster.fired["disconnect"] += 1
                     outcome.state = "disconnected"
@@ -145,6 +155,11 @@ class Client:
             group.replies.close(outcome.request_id)
             if stream.ended is None:
                 group.cancel(outcome.request_id, stream.interrupt_reason or "disconnected")
+
+
+def _key_of(name: str) -> int:
+    """Return the idempotency key of the client that sends the request with this name."""
+    return xxh3_64_intdigest(name.encode())
 
 
 def _is_ready(process: Process, group: GroupClient) -> bool:

@@ -19,10 +19,11 @@ from forebay.events.decisions import (
     KvReleased,
     RequestAborted,
     RequestRejected,
+    RequestRepeated,
     RequestRouted,
     RouteAnswered,
 )
-from forebay.events.tokens import CommandResponse, ResponseEnded, RouteResponse
+from forebay.events.tokens import CommandResponse, RequestLocated, ResponseEnded, RouteResponse
 from forebay.events.topics import work_topic
 from forebay.events.work import ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
 from forebay.transport.base import Record
@@ -43,6 +44,8 @@ def effects_of(decided: JournalRecord) -> Iterator[Effect]:
             yield _order(WorkItem, decided, *key)
         case RequestRejected():
             yield ResponseEnded, decided.reply_slot, decided.request_id, 0, decided.message
+        case RequestRepeated():
+            yield RequestLocated, decided.reply_slot, decided.request_id, decided.offset
         case RequestAborted():
             if decided.worker_id:
                 yield _order(WorkCancelled, decided, decided.request_id, decided.attempt)
@@ -86,6 +89,8 @@ def effect_in(record: Record, event: Event) -> Effect | None:
             key = (event.rank,)
         case ResponseEnded(error=error) if error is not None:
             return ResponseEnded, record.partition, event.request_id, event.attempt, error.message
+        case RequestLocated():
+            return RequestLocated, record.partition, event.request_id, event.offset
         case RouteResponse(error=error):
             answer = event.choice, event.candidates, event.would_wait, "" if error is None else error.message
             return RouteResponse, record.partition, event.request_id, *answer

@@ -16,7 +16,7 @@ from forebay.core.world import World
 from forebay.engine_model.sequence import generate_tokens
 from forebay.events.base import U64_MASK, Event, pack_u32, unpack_u32, unpack_u64
 from forebay.events.codec import DecodeError, decode
-from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted, Sealed
+from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestAborted, RequestRouted, Sealed
 from forebay.events.fleet import FleetEvent, IngressJoined, IngressLost, OwnershipAnnounced, WorkerJoined, WorkerLost
 from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
 from forebay.events.snapshots import IndexBlocks
@@ -57,6 +57,7 @@ class LogChecks:
         versions: all versions of the decision rules that owned the group.
         decided: offsets of the claims whose owners have written decisions, seals or snapshots.
         cancelled: ids of the requests that a `RequestCancelled` names.
+        aborted: ids of the requests that an owner aborted.
     """
 
     def __init__(self) -> None:
@@ -72,6 +73,7 @@ class LogChecks:
         self._expected: dict[tuple[str, int], list[list[int]]] = {}
         self.effects = Effects()
         self.cancelled: set[str] = set()
+        self.aborted: set[str] = set()
         self._claims_of: dict[str, list[int]] = {}  # by incarnation of the router
         self._submitted: Counter[str] = Counter()
         self._ends_of: Counter[str] = Counter()  # number of records by topic, in the partition of the group
@@ -168,6 +170,8 @@ class LogChecks:
             self._now_us = run.now_us
             if self._consumed[run.topic] > self._ends_of[run.topic]:
                 raise Violation(f"{event} consumed {self._consumed[run.topic]} records of {run.topic}, which has fewer")
+        if isinstance(event, RequestAborted):
+            self.aborted.add(event.request_id)
         if isinstance(event, RequestRouted):
             before = self._attempts.get(event.request_id, 0)
             if event.attempt not in (1, before + 1):

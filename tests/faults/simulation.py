@@ -254,7 +254,12 @@ def _standby_digests(cluster: Cluster) -> dict[int, int]:
 
 
 def _check_responses(cluster: Cluster, clients: list[AnyClient]) -> None:
-    """Check that each accepted request has exactly the response on the log that its client received."""
+    """Check that each accepted request has exactly the response on the log that its client received.
+
+    No two requests with one idempotency key have a complete response, unless an owner ended one of them too late.
+    """
+    keys = {accepted.offset: accepted.submitted.idempotency_key for accepted in cluster.checks.accepted}
+    answered: dict[int, str] = {}
     received = {client.outcome.request_id: client.outcome for client in clients if client.outcome.state != "foreign"}
     slots: dict[int, dict[str, ResponseState]] = {}
     for accepted in cluster.checks.accepted:
@@ -268,6 +273,10 @@ def _check_responses(cluster: Cluster, clients: list[AnyClient]) -> None:
         submitted = accepted.submitted
         name = submitted.request_id
         reply = slots[submitted.reply_slot][name]
+        if reply.located is not None:
+            if keys.get(reply.located.offset) != submitted.idempotency_key or reply.tokens or reply.ended:
+                raise Violation(f"{name} was run, or located at another key: {reply.located}")
+            continue
         if reply.gap:
             raise Violation(f"{name}: tokens are missing in its reply slot")
         if reply.ended is None:
@@ -275,6 +284,9 @@ def _check_responses(cluster: Cluster, clients: list[AnyClient]) -> None:
         is_whole = reply.ended.error is None and reply.ended.finish_reason != "cancelled"
         if reply.tokens != accepted.expected[: len(reply.tokens)] or (is_whole and reply.tokens != accepted.expected):
             raise Violation(f"{name}: its response on the log is {reply.tokens}, expected {accepted.expected}")
+        key = submitted.idempotency_key if is_whole and name not in cluster.checks.aborted else 0
+        if key and (before := answered.setdefault(key, name)) != name:
+            raise Violation(f"{before} and {name} have the same idempotency key, and both were run")
         outcome = received.get(name)
         is_foreign = submitted.reply_slot >= FOREIGN_SLOTS
         if outcome is not None and outcome.state == "finished" and not is_foreign and outcome.tokens != reply.tokens:
