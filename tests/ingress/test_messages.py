@@ -283,6 +283,7 @@ class Refused(NamedTuple):
         Refused({"foo": 1}, "'foo'", "unknown_parameter"),
         Refused({"container": "x"}, "container is"),
         Refused({"mcp_servers": [{}]}, "mcp_servers is"),
+        Refused({"nvext": {"extra_fields": ["worker_id"]}}, "nvext.extra_fields is"),
         Refused({"thinking": {"type": "between_tools"}}, "thinking.type: ", "invalid_value"),
         Refused({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]: tools of type bash_20250124 "),
         Refused({"tools": [{"name": "x"}]}, "tools[0].input_schema is missing", "invalid_value"),

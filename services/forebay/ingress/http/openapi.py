@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from forebay.events.descriptions import split_description
-from forebay.ingress.errors import MESSAGES_TYPES, is_of_messages
+from forebay.ingress.errors import is_of_messages
 from forebay.ingress.http.guards import requires_api_key
 from forebay.ingress.openai.fields import Body
 
@@ -45,18 +45,7 @@ MESSAGES_ERROR = {
     "required": ["type", "error", "request_id"],
     "properties": {
         "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message", "details"],
-            "properties": {
-                "type": {
-                    "type": "string",
-                    "enum": sorted({*MESSAGES_TYPES.values(), "api_error", "invalid_request_error"}),
-                },
-                "message": {"type": "string"},
-                "details": {"type": "object", "properties": {"error_code": {"type": "string"}}},
-            },
-        },
+        "error": {"type": "object", "required": ["type", "message", "details"]},
         "request_id": {"type": ["string", "null"]},
     },
 }

@@ -244,6 +244,9 @@ class MessagesBody(RoutedBody):
         blocks = sum(len(one.content) for one in self.messages if isinstance(one.content, list))
         if blocks > PARTS_MAX:
             raise invalid(f"messages have {blocks:,} blocks; the limit is {PARTS_MAX:,}", "messages")
+        if self.nvext is not None and self.nvext.extra_fields:
+            text = "nvext.extra_fields is not supported: the response of this API has no such fields; leave it out"
+            raise invalid(text, "nvext.extra_fields", "unsupported_parameter")
         return self
 
     @cached_property
@@ -356,21 +359,26 @@ class _Chat:
     def add(self, where: str, role: str, content: Content) -> None:
         """Add a message. Raises ApiError (400) for an invalid block."""
         begin = len(self.turns)
+        if isinstance(content, str):
+            self.turns.append({"role": role, "content": content})
+            return
         for path, block in _placed(where, content):
             block.check(path, BLOCKS_OF[role], f"messages of the role {role}")
             if block.type == "tool_result":
                 parts = [{"type": "text", "text": ERROR}] if block.is_error else []
-                for place, part in _placed(f"{path}.content", block.content or []):
-                    part.check(place, ("text", "image"), "results of tools")
-                    parts.append(self._part(place, part))
+                if isinstance(block.content, str):
+                    parts.append({"type": "text", "text": block.content})
+                else:
+                    for place, part in _placed(f"{path}.content", block.content or ()):
+                        part.check(place, ("text", "image"), "results of tools")
+                        parts.append(self._part(place, part))
                 self.turns.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": parts})
                 continue
             if len(self.turns) == begin or self.turns[-1]["role"] == "tool":
                 self.turns.append({"role": role, "content": []})
             turn = self.turns[-1]
             if block.type == "thinking":
-                reasoning = turn.get("reasoning", "") + block.thinking
-                turn |= {"reasoning_content": reasoning, "reasoning": reasoning}  # templates use either name
+                turn.setdefault("reasoning", []).append(block.thinking)
             elif block.type == "tool_use":
                 function = {"name": block.name, "arguments": msgspec.json.encode(block.input).decode()}
                 turn.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
@@ -385,18 +393,17 @@ class _Chat:
 
 
 def _plain(turn: Turn) -> Turn:
-    """Return a turn whose content is a text if it has no other part, and null only beside calls."""
+    """Return a turn with reasoning as one text, and whose content is a text or null if it has no other part."""
+    if "reasoning" in turn:
+        turn["reasoning"] = turn["reasoning_content"] = "".join(turn["reasoning"])  # templates use either name
     match turn["content"]:
         case [{"text": text}]:
-            return {**turn, "content": text}
+            turn["content"] = text
         case []:
-            return {**turn, "content": None if "tool_calls" in turn else ""}
+            turn["content"] = None if "tool_calls" in turn else ""
     return turn
 
 
-def _placed(where: str, content: Content) -> Iterator[tuple[str, Block]]:
-    """Yield the blocks of a content, each with its path."""
-    if isinstance(content, str):
-        yield where, Block.model_construct(type="text", text=content)
-    else:
-        yield from ((f"{where}[{at}]", block) for at, block in enumerate(content))
+def _placed(where: str, blocks: Sequence[Block]) -> Iterator[tuple[str, Block]]:
+    """Yield blocks, each with its path."""
+    return ((f"{where}[{at}]", block) for at, block in enumerate(blocks))

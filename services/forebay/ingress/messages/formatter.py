@@ -38,7 +38,6 @@ class MessagesFormatter(Formatter):
         self._has_begun = False
         self._open = ""  # kind of the open block; empty for none
         self._blocks = -1  # index of the last block
-        self._head = b""  # begin of a delta event of the open block
         self._stop: dict[str, Any] = {}
 
     def delta(self, index: int, delta: OutputDelta) -> list[SseEvent]:
@@ -102,18 +101,13 @@ class MessagesFormatter(Formatter):
         """Add the events for output of a block, which is opened unless it is the open one."""
         if self._open != kind:
             self._begin(events, kind, block)
-        events.append(SseEvent(self._head + _encode(text) + b"}}", "content_block_delta"))
+        name, field = DELTAS[kind]
+        events.append(_event("content_block_delta", index=self._blocks, delta={"type": name, field: text}))
 
     def _begin(self, events: list[SseEvent], kind: str, block: dict[str, Any]) -> None:
         self._end(events)
         self._blocks += 1
         self._open = kind
-        name, field = DELTAS[kind]
-        self._head = b'{"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":' % (
-            self._blocks,
-            name.encode(),
-            field.encode(),
-        )
         events.append(_event("content_block_start", index=self._blocks, content_block={"type": kind, **block}))
 
     def _end(self, events: list[SseEvent]) -> None:
