@@ -28,7 +28,7 @@ from forebay.ingress.responses.body import (
     TextFormat,
     TextOptions,
 )
-from forebay.ingress.responses.items import KINDS, Part
+from forebay.ingress.responses.items import Item, Part
 
 ROOT = Path(__file__).resolve().parents[2]
 # Classes of each page, by the headings of their tables.
@@ -41,7 +41,7 @@ PAGES: Mapping[str, Mapping[str, type[Body]]] = {
         "Tools": FunctionTool,
         "Tool choice": ChosenTool,
         "Stream options": ResponseStreamOptions,
-        **{f"Item `{name}`": kind for name, kind in KINDS.items()},
+        "Items": Item,
         "Parts": Part,
     },
     "docs/messages.md": {

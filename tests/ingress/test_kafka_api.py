@@ -36,7 +36,7 @@ from forebay.ingress.response_fold import ResponseFold, was_rejected
 from forebay.ingress.settings import IngressSettings
 from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Draft, Record
-from tests.ingress.conftest import CHAT, HELLO, NAME, SLOT, Scene, begun_fold, events, make_scene
+from tests.ingress.conftest import CHAT, HELLO, NAME, RESPONSES, SLOT, Scene, begun_fold, events, make_scene
 from tests.system import until
 
 BODY: dict[str, Any] = {"model": NAME, "messages": HELLO}
@@ -112,6 +112,7 @@ def test_the_path_determines_the_type_of_the_body() -> None:
     assert isinstance(body_of(record(path="/v1/chat/completions"), BOUNDS), ChatBody)
     text = {"model": NAME, "prompt": "once"}
     assert isinstance(body_of(record(text, path="/v1/completions"), BOUNDS), TextBody)
+    assert body_of(record({"model": NAME, "input": "a"}, path=RESPONSES), BOUNDS).conversation == ""
 
 
 @pytest.mark.parametrize(
@@ -124,6 +125,9 @@ def test_the_path_determines_the_type_of_the_body() -> None:
         (record({**BODY, "tools": [1]}), 400, "invalid_value"),
         (record(path="/v1/embeddings"), 400, "invalid_value"),
         (record(path="/v1/images"), 404, "not_found"),
+        (record({"model": NAME, "input": "a", "background": True}, path=RESPONSES), 400, "unsupported_parameter"),
+        (record({"model": NAME, "input": "a", "store": True}, path=RESPONSES), 400, "unsupported_parameter"),
+        (record({"model": NAME, "input": [{"id": "msg_0_a"}]}, path=RESPONSES), 400, "unsupported_parameter"),
         (record(b" " * 1001), 413, "body_too_large"),
         (record({**BODY, "nvext": {"dp_rank": -1}}), 400, "invalid_value"),
         (record({**BODY, "nvext": {"annotations": ["query_instance_id"]}}), 400, "unsupported_parameter"),

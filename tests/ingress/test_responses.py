@@ -1,26 +1,33 @@
 """The Responses API: bodies become chats, and output becomes the objects and events of OpenAI's types."""
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 import msgspec
+import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from openai.types.responses.response_create_params import ResponseCreateParamsBase, ResponseCreateParamsStreaming
 
+from forebay.events.base import unpack_u32
 from forebay.events.rendering import Rendering
-from forebay.events.tokens import Usage
+from forebay.events.requests import RequestSubmitted
+from forebay.events.tokens import RequestLocated, Usage
 from forebay.ingress.errors import ApiError
+from forebay.ingress.finder import RequestFinder
 from forebay.ingress.formatter import ServingInfo, SseEvent, WholeChoice
+from forebay.ingress.http.responses import with_history
 from forebay.ingress.openai.fields import parse
 from forebay.ingress.parsers.deltas import DecodedLogprob, OutputDelta, ToolCallDelta, merge_deltas
 from forebay.ingress.responses.body import ResponsesBody
 from forebay.ingress.responses.formatter import ResponsesFormatter, response_of
 from tests.harness.field_tables import rows
 from tests.harness.sdk_types import validated
-from tests.ingress.conftest import NAME, RESPONSES, Scene
+from tests.ingress.conftest import NAME, RESPONSES, Scene, make_scene
 
 ID = "resp_1~2~0.1f"
 SERVED = ServingInfo("r", "w1", 0, 1)
@@ -277,3 +284,150 @@ async def test_errors_of_preparation_have_the_names_of_the_body(scene: Scene) ->
     given = {"model": NAME, "input": [{"role": "user", "content": [IMAGE]}]}
     error = (await scene.client.post(RESPONSES, json=given)).json()["error"]
     assert (error["param"], error["code"]) == ("input[0].content[0].image_url", "unsupported_parameter")
+
+
+@pytest.fixture
+async def client(scene: Scene) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with scene.openai_client() as made:
+        yield made
+
+
+async def finished(scene: Scene, client: openai.AsyncOpenAI, text: str = " the river", **fields: Any) -> Any:
+    """Return a complete response to a request with these fields."""
+    given: dict[str, Any] = {"model": NAME, "input": "Hello there", **fields}
+    pending = asyncio.create_task(client.responses.create(**given))
+    request = await scene.next_request()
+    scene.reply(request.request_id, text, reason="stop")
+    return await pending
+
+
+async def test_a_stored_response_is_read_continued_and_deleted(scene: Scene, client: openai.AsyncOpenAI) -> None:
+    first = await finished(scene, client)
+    assert await client.responses.retrieve(first.id) == first
+    second = await finished(scene, client, " ran", input="And then?", previous_response_id=first.id, instructions="x")
+    third = await finished(scene, client, input="Go on", previous_response_id=second.id)
+    (*_, request) = scene.requests(RequestSubmitted)
+    prompt = scene.model.decode(list(unpack_u32(request.token_ids)))
+    places = [prompt.index(words) for words in ("Hello there", " the river", "And then?", " ran", "Go on")]
+    assert places == sorted(places)
+    page = await client.responses.input_items.list(third.id, limit=2, order="asc")
+    listed = [validated(ResponseItem, item.to_dict()) async for item in page]
+    texts = [item.content[0].text for item in listed]
+    assert texts == ["Hello there", " the river", "And then?", " ran", "Go on"]
+    assert len({item.id for item in listed}) == len(listed)
+    assert listed[1].id == first.output[0].id
+    await client.responses.delete(first.id)
+    for gone in (first.id, "resp_1~0000000000000001~0.0", "resp_1", request.request_id):
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(gone)
+    with pytest.raises(openai.BadRequestError, match="Previous response with id"):
+        await client.responses.create(model=NAME, input="x", previous_response_id=first.id)
+    for query in ("order=up", "limit=0", "limit=101", "after=msg_1"):
+        found = await scene.client.get(f"{RESPONSES}/{second.id}/input_items?{query}")
+        assert (found.status_code, found.json()["error"]["param"]) == (400, query.partition("=")[0])
+
+
+async def test_a_response_is_not_continued_by_another_model(scene: Scene, client: openai.AsyncOpenAI) -> None:
+    first = await finished(scene, client)
+    async with make_scene() as other:
+        with pytest.raises(ApiError, match="is of the model") as raised:
+            await with_history(body(previous_response_id=first.id), RequestFinder(scene.models), other.group)
+    assert (raised.value.status, raised.value.param) == (400, "previous_response_id")
+
+
+async def test_a_response_that_is_not_stored_is_unknown(scene: Scene, client: openai.AsyncOpenAI) -> None:
+    response = await finished(scene, client, store=False)
+    with pytest.raises(openai.NotFoundError, match="Response with id"):
+        await client.responses.retrieve(response.id)
+
+
+async def test_a_repeated_background_response_is_the_first_one(scene: Scene, client: openai.AsyncOpenAI) -> None:
+    given: dict[str, Any] = {"model": NAME, "input": "Hello", "background": True}
+    given["extra_headers"] = {"Idempotency-Key": "k"}
+    first = asyncio.create_task(client.responses.create(**given))
+    request = await scene.next_request()
+    scene.emit_text(request.request_id, " the river")
+    second = asyncio.create_task(client.responses.create(**given))
+    again = await scene.next_request()
+    located = RequestLocated(
+        request_id=again.request_id, partition=0, offset=0, owner_epoch=1, reply_key=again.reply_key
+    )
+    scene.send(located)
+    assert (await second).id == (await first).id
+
+
+async def test_an_item_reference_stands_for_the_item(scene: Scene, client: openai.AsyncOpenAI) -> None:
+    first = await finished(scene, client)
+    reference: Any = {"type": "item_reference", "id": first.output[0].id}
+    again = await finished(
+        scene,
+        client,
+        input=[{"role": "user", "content": "Hello there"}, reference, {"role": "user", "content": "And then?"}],
+    )
+    listed: list[Any] = [item async for item in await client.responses.input_items.list(again.id)]
+    assert [item.content[0].text for item in listed] == ["And then?", " the river", "Hello there"]
+    with pytest.raises(openai.NotFoundError, match="Item with id"):
+        await client.responses.create(model=NAME, input=[{"type": "item_reference", "id": "msg_7_" + first.id}])
+
+
+async def test_a_background_response_is_polled_streamed_and_cancelled(scene: Scene, client: openai.AsyncOpenAI) -> None:
+    queued = await client.responses.create(model=NAME, input="Hello", background=True)
+    assert (queued.status, queued.background) == ("queued", True)
+    request = await scene.next_request()
+    sent = scene.emit_text(request.request_id, " the river")
+    await until_status(client, queued.id, "in_progress", " the river")
+    with pytest.raises(openai.BadRequestError, match="has not finished"):
+        await client.responses.create(model=NAME, input="x", previous_response_id=queued.id)
+    stream = await client.responses.retrieve(queued.id, stream=True, starting_after=3)
+    assert (await anext(aiter(stream))).sequence_number == 4
+    scene.emit_text(request.request_id, " ran", first=sent)
+    scene.end(request.request_id, reason="stop", output=sent + 1)
+    events: list[Any] = [event async for event in stream]
+    assert events[-1].type == "response.completed"
+    assert await client.responses.retrieve(queued.id) == events[-1].response
+    other: Any = await client.responses.create(model=NAME, input="Hello", background=True, stream=True)
+    created: Any = await anext(aiter(other))
+    request = await scene.next_request()
+    cancelling = asyncio.create_task(client.responses.cancel(created.response.id))
+    await scene.cancelled()
+    scene.refuse(request.request_id, 499, "cancelled")
+    assert (await cancelling).status == "cancelled"
+    last: Any = [event async for event in other][-1]
+    assert (last.type, last.response.status) == ("response.failed", "cancelled")
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+        await client.responses.cancel((await finished(scene, client)).id)
+
+
+async def until_status(client: openai.AsyncOpenAI, response_id: str, status: str, text: str) -> None:
+    """Poll a response until it has this status and text."""
+    while True:
+        response = await client.responses.retrieve(response_id)
+        validated(Response, response.to_dict())
+        if (response.status, response.output_text) == (status, text):
+            return
+
+
+async def test_a_failed_response_is_read(scene: Scene, client: openai.AsyncOpenAI) -> None:
+    queued = await client.responses.create(model=NAME, input="Hello", background=True)
+    scene.refuse((await scene.next_request()).request_id, 502, "worker_lost")
+    response = await client.responses.retrieve(queued.id)
+    while response.status != "failed":
+        response = await client.responses.retrieve(queued.id)
+    assert response.error is not None
+    assert (response.error.code, "worker_lost" in response.error.message) == ("server_error", True)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "stream=true&starting_after=-1",
+        "stream=true&starting_after=x",
+        "starting_after=1",
+        "stream=true&starting_after=99",
+    ],
+)
+async def test_an_invalid_position_is_refused(scene: Scene, query: str) -> None:
+    async with scene.openai_client() as client:
+        response = await finished(scene, client)
+    found = await scene.client.get(f"{RESPONSES}/{response.id}?{query}")
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "starting_after")

@@ -18,7 +18,6 @@ LOGGER = "forebay.access"
 PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})  # polled by supervisors and Prometheus; not logged
 PATH_CHARS_MAX = 256
 KAFKA_REQUESTS = "openai-requests"
-EVENTS = (b"data: ", b"event: ", b"id: ")  # begin of a server-sent event
 CLIENT_CLOSED = 499  # as nginx logs a client that disconnected before the response
 DISCONNECTED = "client_disconnected"
 INCOMPLETE = "response_incomplete"  # error of a response that the server could not complete
@@ -50,9 +49,8 @@ class AccessEntry:
                 self.fields["worker"] = worker.decode()
         elif not message.get("more_body"):
             self._is_complete = True
-            body = message.get("body", b"")
-            if self._status >= 400 or body.startswith(EVENTS):
-                self._error = _code_of(body.rpartition(b"data: ")[2])
+            if self._status >= 400:
+                self._error = _code_of(message.get("body", b""))
 
     def write(self, *, has_failed: bool = False) -> None:
         """Write the record. A response without an end has `has_failed`, or its client has disconnected."""

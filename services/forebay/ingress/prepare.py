@@ -302,6 +302,7 @@ class Preparer:
             parts=len(prepared),
             prompt_tokens=sum(one.prompt_tokens for one in prepared[::per_prompt]),
             options=body.options,
+            input=body.conversation,
             **fields,
         )
         return [replace(first, rendering=rendering), *others]

@@ -180,7 +180,7 @@ class _Choice:
 class CompletionFold(ResponseFold):
     """Builds the response to a completion request of any API, with one composer per choice."""
 
-    _formatter: Formatter
+    formatter: Formatter
 
     def __init__(self, first: RequestSubmitted, rendering: Rendering, composers: Sequence[Composer]) -> None:
         super().__init__(first, rendering)
@@ -188,11 +188,11 @@ class CompletionFold(ResponseFold):
         self._missing = len(composers)
 
     def begin(self, response_id: str) -> list[StreamEvent]:
-        self._formatter = formatter_of(self.rendering, response_id)
-        self.done = self._formatter.done
+        self.formatter = formatter_of(self.rendering, response_id)
+        self.done = self.formatter.done
         events: list[StreamEvent] = []
         if self.stream:
-            self._emit(events, 0, self._formatter.begin())
+            self._emit(events, 0, self.formatter.begin())
         return events
 
     def is_part_over(self, index: int) -> bool:
@@ -202,7 +202,7 @@ class CompletionFold(ResponseFold):
         return FORMATTERS[self.rendering.api].error_body(error)
 
     def error_events(self, error: ApiError) -> list[StreamEvent]:
-        found = self._formatter.error(error)
+        found = self.formatter.error(error)
         if error is not self.error or self._failed_at is None:
             return [StreamEvent("", *one) for one in found]
         events: list[StreamEvent] = []
@@ -219,7 +219,7 @@ class CompletionFold(ResponseFold):
     ) -> None:
         choice = self._choices[index]
         composer = choice.composer
-        if composer.is_joinable and not self.stream and not self._formatter.needs_positions:
+        if composer.is_joinable and not self.stream and not self.formatter.needs_positions:
             choice.position += len(token_ids)
             self.output_tokens += len(token_ids)
             choice.deltas.append(composer.push(token_ids))
@@ -253,10 +253,10 @@ class CompletionFold(ResponseFold):
             choice.deltas.append(delta)
         elif delta or not choice.has_delta:
             choice.has_delta = True
-            self._emit(events, index, self._formatter.delta(index, delta), counts=self._formatter.counts_each_event)
+            self._emit(events, index, self.formatter.delta(index, delta), counts=self.formatter.counts_each_event)
 
     def _close(self, events: list[StreamEvent], index: int, reason: str, served: ServingInfo) -> None:
-        choice, formatter = self._choices[index], self._formatter
+        choice, formatter = self._choices[index], self.formatter
         reason = choice.composer.reason(reason)
         choice.whole = WholeChoice(choice.deltas, reason, served)
         self._missing -= 1
@@ -272,7 +272,7 @@ class CompletionFold(ResponseFold):
     def _emit(self, events: list[StreamEvent], index: int, found: Sequence[SseEvent], *, counts: bool = False) -> None:
         choice = self._choices[index]
         for event in found:
-            data, name = self._formatter.with_usage(event, self._usage()) if counts else event
+            data, name = self.formatter.with_usage(event, self._usage()) if counts else event
             events.append(StreamEvent(f"{index}-{choice.position}-{choice.part}", data, name))
             choice.part += 1
 

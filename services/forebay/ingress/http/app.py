@@ -28,6 +28,7 @@ from forebay.ingress.http.pages import add_pages
 from forebay.ingress.http.queries import BODIES as TOKENIZATION_BODIES
 from forebay.ingress.http.queries import StatusOf, add_explain, add_route_query, add_status, add_tokenization
 from forebay.ingress.http.requests import RunRoutes, error_response
+from forebay.ingress.http.responses import add_responses
 from forebay.ingress.messages.body import MessagesBody
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.openai.requests import CHAT_PATH, TEXT_PATH, ChatBody, TextBody
@@ -63,6 +64,7 @@ def build_app(
     add_route_query(app, models)
     add_tokenization(app, models)
     add_answers(app, models.front, finder)
+    add_responses(app, models.front, finder)
     explain = explainer or Explainer(None)
     add_explain(app, models, explain)
     add_status(app, models, explain, status_of)

@@ -22,7 +22,6 @@ from forebay.ingress.openai.fields import CheckedBody
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.openai.sampling import TokenIds
 from forebay.ingress.render import route_of
-from forebay.ingress.responses.body import ResponsesBody
 from forebay.ingress.served_models import ServedModels
 from forebay.replay.status import GroupStatus, with_heartbeats
 
@@ -70,9 +69,7 @@ def add_explain(app: FastAPI, models: ServedModels, explainer: Explainer) -> Non
         return Response(explanation, media_type="application/json")
 
 
-async def respond_to_query(
-    request: Request, models: ServedModels, body: ChatBody | TextBody | ResponsesBody
-) -> Response:
+async def respond_to_query(request: Request, models: ServedModels, body: ChatBody | TextBody) -> Response:
     """Return the HTTP response with the worker that the owner would select for a request now.
 
     Raises ApiError if the body is invalid, or the owner does not respond.

@@ -28,9 +28,11 @@ from forebay.ingress.http.body import BodyReader, request_id_of
 from forebay.ingress.http.idempotency import REPLAYED, Idempotency, idempotency_of
 from forebay.ingress.http.queries import respond_to_query
 from forebay.ingress.http.response import AttachedResponse, OneResponse, PartsResponse
+from forebay.ingress.http.responses import BackgroundResponse, snapshot, with_history
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.prepare import PreparedRequest
 from forebay.ingress.recorder import RecordedStream, Recorder
+from forebay.ingress.responses.body import ResponsesBody
 from forebay.ingress.served_models import ServedModels
 from forebay.transport.base import LogError
 
@@ -72,7 +74,7 @@ class RunRoutes:
 
 async def respond(request: Request, models: ServedModels, finder: RequestFinder, kind: type[AnyBody]) -> Response:
     """Submit a request, and return its unsent response. Raises ApiError if it is invalid or cannot be served."""
-    began_s = runtime.monotonic_s()
+    began_s, replies_early = runtime.monotonic_s(), False
     front = models.front
     models.require_any()
     with BodyReader(front.bodies) as reader:
@@ -88,6 +90,9 @@ async def respond(request: Request, models: ServedModels, finder: RequestFinder,
         model, name = await models.find(body.model, request_id if idempotency is None else idempotency.key)
         group = model.group
         group.require_capacity(body.endpoint)
+        if isinstance(body, ResponsesBody):
+            body = await with_history(body, finder, group)
+            replies_early = bool(body.background and not body.stream)
         prepared = await model.prepare(body, request.headers.items(), name)
         add_fields(request.scope, model=body.model)
         parts = _submissions(group, request_id, body, prepared, idempotency)
@@ -98,6 +103,8 @@ async def respond(request: Request, models: ServedModels, finder: RequestFinder,
             found = await finder.at(location)
             if idempotency is not None:
                 idempotency.require_same_body(found.first)
+            if replies_early:
+                return await snapshot(found, REPLAYED)
             return AttachedResponse(found, began_s, headers=REPLAYED)
         except (ApiError, LogError) as error:
             return error_response(front, error, request.url.path)
@@ -108,7 +115,8 @@ async def respond(request: Request, models: ServedModels, finder: RequestFinder,
     (first,) = parts
     recorded = None if recorder is None else RecordedStream(first.reply_key, first.request_id, recorder)
     stream = await group.submit(first, recorded)
-    return OneResponse(group, fold, first, stream, began_s, recorder=recorder, replay=replay)
+    response = BackgroundResponse if replies_early else OneResponse
+    return response(group, fold, first, stream, began_s, recorder=recorder, replay=replay)
 
 
 def _submissions(

@@ -90,6 +90,7 @@ class OneResponse(Response):
         self._recorder = recorder
         self._replay = replay
         self._is_in_background = False
+        self._fields: dict[str, str] = {}  # of the access log: the code of an error
         self._has_been_repeated = False
         self._more_headers: Sequence[tuple[bytes, bytes]] = ()  # additional ones
         self._location = RequestLocation(0, 0)
@@ -126,6 +127,7 @@ class OneResponse(Response):
             worker = {"worker": self._stream.worker_id} if self._stream.worker_id else {}
             add_fields(
                 scope,
+                **self._fields,
                 **worker,
                 prompt_tokens=fold.prompt_tokens,
                 cached_tokens=fold.cached_tokens,
@@ -198,6 +200,7 @@ class OneResponse(Response):
                 await (self._send_stream(send) if self._fold.stream else self._send_whole(send))
             except ApiError as error:
                 self._metrics.reject(error.code)
+                self._fields = {"error": error.code}
                 if (events := self._failed(error)) is None:
                     await error.send(send, self._fold.client_id, self._fold.error_body(error))
                     return "error"

@@ -14,6 +14,7 @@ from forebay.ingress.body_limits import BOM, BodyLimits
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.openai.fields import parse
 from forebay.ingress.openai.requests import CHAT_PATH, REQUEST_ID
+from forebay.ingress.responses.body import ResponsesBody
 from forebay.transport.base import Record
 
 TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")  # valid names in Kafka
@@ -99,6 +100,8 @@ def body_of(record: Record, limits: BodyLimits, *, ignores_unknown: bool = False
     raw = record.value.removeprefix(BOM)
     limits.require(raw)
     body = parse(kind, raw, ignores_unknown=ignores_unknown)
+    if isinstance(body, ResponsesBody):
+        body = body.unstored()
     if body.queries_route:
         # A response that is sent again after a takeover must be identical, but the result of a route query changes.
         text = "route queries are not supported by the Kafka API; use POST /v1/route of an ingress"

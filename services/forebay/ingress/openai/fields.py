@@ -15,6 +15,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     GetJsonSchemaHandler,
     ValidationError,
     ValidationInfo,
@@ -84,6 +85,11 @@ class CheckedBody(Body):
             _drop_unknown(self)
         reject_extra(self, self.path)
         return self
+
+
+def optional(description: str) -> Any:
+    """Return the default of an optional field that has this description in OpenAPI and in the page of its API."""
+    return Field(default=None, description=description)
 
 
 BodyT = TypeVar("BodyT", bound=Body)

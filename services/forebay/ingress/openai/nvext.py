@@ -252,6 +252,11 @@ class RoutedBody(CheckedBody):
         return ""
 
     @property
+    def conversation(self) -> str:
+        """Items of the conversation as `Rendering.input` has them; empty if no request may continue it."""
+        return ""
+
+    @property
     def cache_namespace(self) -> str:
         """Salt of the block hashes: `nvext.cache_salt`, else `cache_salt`. Empty if the client set none."""
         return (self.nvext and self.nvext.cache_salt) or self.cache_salt or ""

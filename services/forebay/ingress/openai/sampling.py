@@ -23,6 +23,8 @@ CHOICES_MAX = 1_024
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=PROMPT_TOKENS_MAX)]
+Temperature = Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)]
+TopP = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]
 JsonObject = Annotated[dict[str, JsonValue], FINITE]
@@ -70,8 +72,8 @@ class StructuredOutputs(CheckedBody):
 class SamplingFields(CheckedBody):
     """Sampling parameters that chat and text completions share."""
 
-    temperature: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1, le=TOKENS_MAX)] | None = None
     min_p: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
     seed: Annotated[int, Field(ge=-SEED_MAX, le=SEED_MAX)] | None = None

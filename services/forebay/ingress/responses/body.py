@@ -4,22 +4,24 @@ Unsupported fields and tools are rejected by name. Source: OpenAI API reference,
 """
 
 import re
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import Field, model_validator
 
-from forebay.ingress.body_limits import TOOLS_MAX
+from forebay.ingress.body_limits import MESSAGES_MAX, TOOLS_MAX
 from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, at_most, reject_extra, requires
+from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, at_most, optional, reject_extra
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, RoutedBody
 from forebay.ingress.openai.requests import LOGPROBS_MAX, ChatBody
-from forebay.ingress.openai.sampling import JsonObject, JsonSchema, ResponseFormat
+from forebay.ingress.openai.sampling import JsonObject, JsonSchema, ResponseFormat, Temperature, TopP
 from forebay.ingress.openai.tools import Function, FunctionName, NamedFunction, NamedTool, Tool, ToolChoice
-from forebay.ingress.responses.items import ChatBuilder, Item, Items, MessageItem, plain
+from forebay.ingress.responses.items import REFERENCE, ChatBuilder, Item, Items, plain
 
 RESPONSES_PATH = "/v1/responses"
+STORED_BYTES_MAX = 8 << 20  # of a record of at most 16 MiB, which has the prompt, too
 METADATA_MAX = 16  # OpenAI's limits
 METADATA_KEY_CHARS_MAX = 64
 METADATA_CHARS_MAX = 512
@@ -41,6 +43,7 @@ NAME = re.compile(rf"\b({'|'.join(map(re.escape, NAMES))})\b")
 
 ShortText = Annotated[str, Field(max_length=METADATA_CHARS_MAX)]
 MetadataKey = Annotated[str, Field(max_length=METADATA_KEY_CHARS_MAX)]
+Metadata = Annotated[dict[MetadataKey, ShortText], at_most(METADATA_MAX)]
 
 
 class FunctionTool(Body):
@@ -54,12 +57,10 @@ class FunctionTool(Body):
     }
 
     type: str = Field(description="`function`.")
-    name: FunctionName | None = Field(default=None, description="Name of the function.")
-    description: str | None = Field(default=None, description="Part of the prompt.")
-    parameters: JsonObject | None = Field(default=None, description="JSON schema of the arguments.")
-    strict: bool | None = Field(
-        default=None, description="No effect: the arguments of a forced call always match the schema."
-    )
+    name: FunctionName | None = optional("Name of the function.")
+    description: str | None = optional("Part of the prompt.")
+    parameters: JsonObject | None = optional("JSON schema of the arguments.")
+    strict: bool | None = optional("No effect: the arguments of a forced call always match the schema.")
 
     def tool(self, where: str) -> Tool:
         """Return the tool of a chat. Raises ApiError (400) for another type of tool."""
@@ -72,11 +73,14 @@ class FunctionTool(Body):
         return Tool(type="function", function=function)
 
 
+FunctionTools = Annotated[list[FunctionTool], Field(fail_fast=True, max_length=TOOLS_MAX)]
+
+
 class ChosenTool(Body):
     """Value of `tool_choice` that forces a call of one function."""
 
     type: str = Field(description="`function`.")
-    name: FunctionName | None = Field(default=None, description="Name of the function.")
+    name: FunctionName | None = optional("Name of the function.")
 
 
 class TextFormat(CheckedBody):
@@ -85,12 +89,10 @@ class TextFormat(CheckedBody):
     path = "text.format."
 
     type: str = Field(description="`text`, `json_object` or `json_schema`.")
-    name: str | None = Field(default=None, description="Name of the schema.")
-    schema_: Annotated[JsonObject | None, Field(alias="schema")] = Field(
-        default=None, description="JSON schema, which the output always matches."
-    )
-    description: str | None = Field(default=None, description="No effect.")
-    strict: bool | None = Field(default=None, description="No effect.")
+    name: str | None = optional("Name of the schema.")
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = optional("JSON schema that the output matches.")
+    description: str | None = optional("No effect.")
+    strict: bool | None = optional("No effect.")
 
 
 class TextOptions(CheckedBody):
@@ -99,7 +101,7 @@ class TextOptions(CheckedBody):
     path = "text."
     neutral: ClassVar[Neutral] = {"verbosity": (None, "medium")}
 
-    format: TextFormat | None = Field(default=None, description="Format that the output must have.")
+    format: TextFormat | None = optional("Format that the output must have.")
 
 
 class Reasoning(CheckedBody):
@@ -114,8 +116,8 @@ class Reasoning(CheckedBody):
         "summary": (None, "auto"),
     }
 
-    effort: Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX)] | None = Field(
-        default=None, description="`reasoning_effort` of a chat: rejected unless the chat template uses it."
+    effort: Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX)] | None = optional(
+        "Refused unless the chat template uses it."
     )
 
 
@@ -124,7 +126,7 @@ class ResponseStreamOptions(CheckedBody):
 
     path = "stream_options."
 
-    include_obfuscation: bool | None = Field(default=None, description="No effect: no event has random characters.")
+    include_obfuscation: bool | None = optional("No effect: no event has random characters.")
 
 
 class ResponsesBody(RoutedBody):
@@ -147,54 +149,36 @@ class ResponsesBody(RoutedBody):
         "truncation": (None, "disabled"),
     }
 
-    input: str | Items = Field(description="A text, or a list of [items](#item-message).")
-    instructions: str | None = Field(default=None, description="First message of the chat, with the role system.")
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(default=None, description="`max_tokens` of a chat.")
-    temperature: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] | None = Field(
-        default=None, description="0 to 2; 1 if it is missing."
+    input: str | Items = Field(description="A text, or a list of [items](#items).")
+    instructions: str | None = optional("First message of the chat, with the role system.")
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = optional("`max_tokens` of a chat.")
+    temperature: Temperature | None = optional("0 to 2; 1 if it is missing.")
+    top_p: TopP | None = optional("Above 0, up to 1; 1 if it is missing.")
+    top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = optional("Alternatives per token, up to 20.")
+    include: Annotated[list[str], Field(max_length=16)] | None = optional("Additional output, see [output](#output).")
+    stream: bool | None = optional("Whether the response is a stream of events.")
+    stream_options: ResponseStreamOptions | None = optional("Requires `stream`.")
+    store: bool | None = optional("Whether the response is kept, by default true.")
+    background: bool | None = optional("Whether the response is sent before it is complete.")
+    previous_response_id: str | None = optional("Stored response whose conversation continues.")
+    tools: FunctionTools | None = optional("Functions that the model may call. Tools of other types are rejected.")
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = optional(
+        "`none`, `auto`, `required`, or a function."
     )
-    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = Field(
-        default=None, description="Above 0, up to 1; 1 if it is missing."
-    )
-    top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = Field(
-        default=None, description=f"Alternatives per token, up to {LOGPROBS_MAX}. Requires `include`."
-    )
-    include: Annotated[list[str], Field(max_length=16)] | None = Field(
-        default=None,
-        description=f"`{LOGPROBS}`. Also {' and '.join(f'`{name}`' for name in INCLUDED)}, without effect.",
-    )
-    stream: bool | None = Field(default=None, description="Whether the response is a stream of events.")
-    stream_options: ResponseStreamOptions | None = Field(default=None, description="Requires `stream`.")
-    store: bool | None = Field(default=None, description="Whether the response is kept, by default true.")
-    background: bool | None = Field(default=None, description="Whether the response is sent before it is complete.")
-    previous_response_id: str | None = Field(default=None, description="Stored response whose conversation continues.")
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=TOOLS_MAX)] | None = Field(
-        default=None, description="Functions that the model may call. Tools of other types are rejected."
-    )
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = Field(
-        default=None, description="`none`, `auto`, `required`, or a function."
-    )
-    parallel_tool_calls: bool | None = Field(default=None, description="`false` keeps only the first call.")
-    text: TextOptions | None = Field(default=None, description="Format of the output.")
-    reasoning: Reasoning | None = Field(default=None, description="How much the model reasons.")
-    metadata: Annotated[dict[MetadataKey, ShortText], at_most(METADATA_MAX)] | None = Field(
-        default=None, description="Up to 16 texts, part of the response."
-    )
-    user: ShortText | None = Field(default=None, description="Part of the response.")
-    safety_identifier: ShortText | None = Field(default=None, description="Part of the response.")
-    prompt_cache_key: ShortText | None = Field(default=None, description="Part of the response.")
-
-    @classmethod
-    def describe(cls, schema: dict[str, Any]) -> None:
-        schema["allOf"] = [requires("stream", {"const": True}, {"stream_options": {"type": "null"}})]
+    parallel_tool_calls: bool | None = optional("`false` keeps only the first call.")
+    text: TextOptions | None = optional("Format of the output.")
+    reasoning: Reasoning | None = optional("How much the model reasons.")
+    metadata: Metadata | None = optional("Up to 16 texts, part of the response.")
+    user: ShortText | None = optional("Part of the response.")
+    safety_identifier: ShortText | None = optional("Part of the response.")
+    prompt_cache_key: ShortText | None = optional("Part of the response.")
 
     @model_validator(mode="after")
     def _check(self) -> "ResponsesBody":
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options is only allowed when stream is true", "stream_options")
-        for name in ("background", "previous_response_id"):
-            if getattr(self, name):
-                raise invalid(f"{name} is not supported yet", name, "unsupported_parameter")
+        if self.nvext is not None and (self.nvext.annotations or self.nvext.extra_fields):
+            raise invalid("nvext: responses have no annotations and no extra fields", "nvext", "unsupported_parameter")
         if self.background and not self.is_stored:
             raise invalid("background requires store; leave store out, or set it to true", "background")
         for at, name in enumerate(self.include or ()):
@@ -221,6 +205,29 @@ class ResponsesBody(RoutedBody):
         return self.store is not False
 
     @property
+    def outlives(self) -> bool:
+        return self.is_stored or super().outlives
+
+    @property
+    def conversation(self) -> str:
+        if not self.is_stored:
+            return ""
+        encoded = msgspec.json.encode(plain([item for _, item in self.placed]))
+        if len(encoded) > STORED_BYTES_MAX:
+            text = f"the input has {len(encoded):,} bytes; at most {STORED_BYTES_MAX:,} are stored, set store to false"
+            raise invalid(text, "input", "input_too_large")
+        return encoded.decode()
+
+    def unstored(self) -> "ResponsesBody":
+        """Return the body of a request whose response cannot be stored. Raises ApiError (400) if it requires that."""
+        needs = [name for name in ("background", "previous_response_id", "store") if getattr(self, name)]
+        needs += [path for path, item in self.placed if item.kind == REFERENCE]
+        if needs:
+            text = f"{needs[0]} is not supported here; send the request to POST {RESPONSES_PATH} of an ingress"
+            raise invalid(text, needs[0], "unsupported_parameter")
+        return self.model_copy(update={"store": False})
+
+    @property
     def has_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
 
@@ -228,12 +235,26 @@ class ResponsesBody(RoutedBody):
     def placed(self) -> list[tuple[str, Item]]:
         """The items of the conversation, each with its path in the body."""
         if isinstance(self.input, str):
-            return [("input", MessageItem(role="user", content=self.input))]
+            return [("input", Item(role="user", content=self.input))]
         return [(f"input[{at}]", item) for at, item in enumerate(self.input)]
+
+    def continued(self, previous: Sequence[Item], referred: Mapping[str, Item], size_bytes: int) -> "ResponsesBody":
+        """Return the body with the items of an earlier conversation before its own, and with items by their ids.
+
+        `size_bytes` is the size of these items.
+        """
+        body = self.model_copy()
+        own = [(path, referred[one.id or ""] if one.kind == REFERENCE else one) for path, one in self.placed]
+        body.__dict__["placed"] = [*(("previous_response_id", one) for one in previous), *own]
+        body.__dict__["size_bytes"] = self.size_bytes + size_bytes
+        return body
 
     @cached_property
     def chat(self) -> ChatBuilder:
-        """The messages of the chat. Raises ApiError (400) for an unsupported item."""
+        """The messages of the chat. Raises ApiError (400) for an unsupported item, or too many items."""
+        if len(self.placed) >= MESSAGES_MAX:
+            text = f"the conversation has {len(self.placed):,} items; the limit is {MESSAGES_MAX - 1:,}"
+            raise invalid(text, "input")
         chat = ChatBuilder()
         if self.instructions is not None:
             chat.put("instructions", "system", self.instructions)
@@ -245,7 +266,7 @@ class ResponsesBody(RoutedBody):
     @cached_property
     def completion(self) -> ChatBody:
         """The chat from which the request is prepared. Raises ApiError (400) for an unsupported item or tool."""
-        return ChatBody(
+        chat = ChatBody(
             model=self.model,
             cache_salt=self.cache_salt,
             nvext=self.nvext,
@@ -262,6 +283,8 @@ class ResponsesBody(RoutedBody):
             reasoning_effort=self.effort,
             response_format=self._response_format(),
         )
+        chat.__dict__["size_bytes"] = self.size_bytes
+        return chat
 
     def _tool_choice(self) -> ToolChoice | None:
         choice = self.tool_choice

@@ -156,9 +156,11 @@ class ResponsesFormatter(Formatter):
         return self._taken()
 
     def fail(self, error: ApiError) -> None:
-        """Set the error of the response object."""
-        code = ERROR_CODES.get(error.status, "server_error")
-        self._status, self._fields["error"] = "failed", {"code": code, "message": f"{error.code}: {error.message}"}
+        """Set the error with which the response ended. A cancellation is a status of its own."""
+        self._status = "cancelled" if error.code == "cancelled" else "failed"
+        if self._status == "failed":
+            code = ERROR_CODES.get(error.status, "server_error")
+            self._fields["error"] = {"code": code, "message": f"{error.code}: {error.message}"}
         for item in self._items[-1:]:
             item.status = "incomplete"
 

@@ -4,27 +4,33 @@ Consecutive items of the assistant (reasoning, a message, calls of functions) be
 Source: OpenAI API reference, responses.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from forebay.ingress.body_limits import MESSAGES_MAX
 from forebay.ingress.errors import invalid
-from forebay.ingress.openai.fields import Body, Neutral, reject_extra
+from forebay.ingress.openai.fields import Body, Neutral, optional, reject_extra
 from forebay.ingress.openai.requests import ContentPart, MediaUrl, Message, Role
 from forebay.ingress.openai.tools import CalledFunction, CallId, ToolCall
 
 ID_CHARS_MAX = 512  # of an item: its kind, its position, and the id of its response
+MESSAGE, CALL, RESULT, REASONING = "message", "function_call", "function_call_output", "reasoning"
+REFERENCE = "item_reference"
+# Required fields of an item, by its type.
+FIELDS_OF = {
+    MESSAGE: ("role", "content"),
+    CALL: ("call_id", "name", "arguments"),
+    RESULT: ("call_id", "output"),
+    REASONING: (),
+    REFERENCE: ("id",),
+}
 IMAGE = "input_image"
 # Field with the value of a part, by the type of the part.
 VALUE_OF = {"input_text": "text", "output_text": "text", "reasoning_text": "text", "refusal": "refusal"} | {
     IMAGE: "image_url"
 }
-CALLER: Neutral = {"caller": (None, {"type": "direct"}), "namespace": (None,)}
-ECHOED = frozenset({"created_by", "status"})  # fields of output items, which clients send back
-
-ItemId = Annotated[str, Field(min_length=1, max_length=ID_CHARS_MAX)]
 
 
 class Part(Body):
@@ -35,113 +41,45 @@ class Part(Body):
     ignored = frozenset({"annotations", "logprobs", "parsed", "prompt_cache_breakpoint"})
 
     type: str = Field(description="`input_text`, `input_image`, `output_text`, `refusal` or `reasoning_text`.")
-    text: str | None = Field(default=None, description="Of the types `input_text`, `output_text` and `reasoning_text`.")
-    refusal: str | None = Field(default=None, description="Of the type `refusal`: a text of the assistant.")
-    image_url: str | None = Field(
-        default=None, description="Of the type `input_image`: a URL with scheme http, https or data."
-    )
+    text: str | None = optional("Of the types `input_text`, `output_text` and `reasoning_text`.")
+    refusal: str | None = optional("Of the type `refusal`: a text of the assistant.")
+    image_url: str | None = optional("Of the type `input_image`: a URL, also with scheme data.")
 
 
 Parts = Annotated[list[Part], Field(fail_fast=True)]
 
 
-class ConversationItem(Body):
-    """Base of the items. The `id` is the one in the list of input items; an item without one gets one there."""
+class Item(Body):
+    """Item of a conversation. Items of the output of a response can be sent back unchanged."""
 
-    ignored = ECHOED
+    neutral: ClassVar[Neutral] = {
+        "async": (None, False),
+        "caller": (None, {"type": "direct"}),
+        "encrypted_content": (None, ""),
+        "namespace": (None,),
+    }
+    ignored = frozenset({"created_by", "parsed_arguments", "phase", "status", "summary"})
 
-    id: ItemId | None = Field(default=None, description="Id in the list of input items.")
+    type: str | None = optional(
+        "`message` (default), `function_call`, `function_call_output`, `reasoning` or `item_reference`."
+    )
+    id: Annotated[str, Field(min_length=1, max_length=ID_CHARS_MAX)] | None = optional(
+        "Of an `item_reference`: an item in the output of a stored response. Else shown in the list of items."
+    )
+    role: Literal["user", "assistant", "system", "developer"] | None = optional("Of a `message`.")
+    content: str | Parts | None = optional("Of a `message`: a text or [parts](#parts). Of `reasoning`: parts.")
+    call_id: CallId | None = optional("Of a `function_call` and its `function_call_output`.")
+    name: str | None = optional("Of a `function_call`: the function.")
+    arguments: str | None = optional("Of a `function_call`: JSON text, as the model wrote it.")
+    output: str | Parts | None = optional("Of a `function_call_output`: a text or [parts](#parts).")
 
-
-class MessageItem(ConversationItem):
-    """Message of a conversation."""
-
-    ignored = ECHOED | {"phase"}
-
-    type: Literal["message"] | None = None
-    role: Literal["user", "assistant", "system", "developer"] = Field(description="Author of the message.")
-    content: str | Parts = Field(description="A text, or a list of [parts](#parts).")
-
-
-class FunctionCallItem(ConversationItem):
-    """Call of a function, from the output of an earlier response."""
-
-    neutral: ClassVar[Neutral] = {**CALLER, "async": (None, False)}
-    ignored = ECHOED | {"parsed_arguments"}  # the arguments as parsed by OpenAI's client
-
-    type: Literal["function_call"]
-    call_id: CallId = Field(description="Id of the call.")
-    name: str = Field(description="Name of the function.")
-    arguments: str = Field(description="JSON text, as the model wrote it.")
-
-
-class FunctionOutputItem(ConversationItem):
-    """Result of a call of a function."""
-
-    neutral = CALLER
-    ignored = ECHOED | {"name"}
-
-    type: Literal["function_call_output"]
-    call_id: CallId = Field(description="Id of an earlier `function_call`.")
-    output: str | Parts = Field(description="A text, or a list of [parts](#parts).")
+    @property
+    def kind(self) -> str:
+        return self.type or (REFERENCE if self.role is None and self.id is not None else MESSAGE)
 
 
-class ReasoningItem(ConversationItem):
-    """Reasoning of the model before a message or a call."""
-
-    neutral: ClassVar[Neutral] = {"encrypted_content": (None, "")}
-    ignored = ECHOED | {"summary"}
-
-    type: Literal["reasoning"]
-    content: Parts | None = Field(default=None, description="Parts of the type `reasoning_text`.")
-
-
-class ItemReference(Body):
-    """Reference to an item of the output of a stored response, which takes the place of the reference."""
-
-    type: Literal["item_reference"] | None = None
-    id: ItemId = Field(description="Id of the item.")
-
-
-class OtherItem(Body):
-    """Item of a type that is not supported."""
-
-    type: str
-
-    @classmethod
-    def describe(cls, schema: dict[str, Any]) -> None:
-        schema["not"] = {}
-
-
-Item = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem | ItemReference | OtherItem
-KINDS: dict[str, type[Body]] = {
-    "message": MessageItem,
-    "function_call": FunctionCallItem,
-    "function_call_output": FunctionOutputItem,
-    "reasoning": ReasoningItem,
-    "item_reference": ItemReference,
-}
-
-
-def _tag(value: Any) -> str:
-    if isinstance(value, Body):
-        return type(value).__name__
-    fields: dict[str, Any] = value if isinstance(value, dict) else {}
-    kind = fields.get("type") or ("item_reference" if "id" in fields and "role" not in fields else "message")
-    return (KINDS.get(kind, OtherItem) if isinstance(kind, str) else OtherItem).__name__
-
-
-AnyItem = Annotated[
-    Annotated[MessageItem, Tag("MessageItem")]
-    | Annotated[FunctionCallItem, Tag("FunctionCallItem")]
-    | Annotated[FunctionOutputItem, Tag("FunctionOutputItem")]
-    | Annotated[ReasoningItem, Tag("ReasoningItem")]
-    | Annotated[ItemReference, Tag("ItemReference")]
-    | Annotated[OtherItem, Tag("OtherItem")],
-    Discriminator(_tag),
-]
-Items = Annotated[list[AnyItem], Field(fail_fast=True, min_length=1, max_length=MESSAGES_MAX)]
-ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[AnyItem])
+Items = Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MESSAGES_MAX)]
+ITEMS = TypeAdapter(list[Item])
 
 
 def plain(value: Any) -> Any:
@@ -154,6 +92,23 @@ def plain(value: Any) -> Any:
     return {name: plain(field) for name, field in fields if field is not None}
 
 
+def listed(items: Sequence[Item], response_id: str) -> list[dict[str, Any]]:
+    """Return the items of a conversation as the list of the input items of a response shows them."""
+    return [_listed(item, f"in_{at}_{response_id}") for at, item in enumerate(items)]
+
+
+def _listed(item: Item, item_id: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"id": item_id, "status": "completed", **plain(item), "type": item.kind}
+    if item.kind == REASONING:
+        found["summary"] = []
+    if item.kind == MESSAGE and isinstance(item.content, str):
+        found["content"] = [{"type": "output_text" if item.role == "assistant" else "input_text", "text": item.content}]
+    parts = found.get("content", found.get("output"))
+    for part in parts if isinstance(parts, list) else ():
+        part.update({"output_text": {"annotations": []}, IMAGE: {"detail": "auto"}}.get(part["type"], {}))
+    return found
+
+
 class ChatBuilder:
     """Builds the messages of a chat from the items of a conversation.
 
@@ -164,7 +119,7 @@ class ChatBuilder:
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self.paths: list[str] = []
-        self._call_ids: set[str] = set()
+        self._call_ids: set[str | None] = set()
         # Parts of the assistant's message that is being built.
         self._path = ""
         self._reasoning: list[str] = []
@@ -176,33 +131,32 @@ class ChatBuilder:
 
         Raises ApiError (400) if the item, or a field of it, is not supported.
         """
-        if isinstance(item, OtherItem | ItemReference):
-            raise invalid(f"{path}: items of type {item.type} are not supported", path, "unsupported_parameter")
-        reject_extra(item, f"{path}.")
-        match item:
-            case MessageItem(role="assistant"):
-                self._begin(path)
-                self._texts += _texts(item.content, f"{path}.content")
-            case MessageItem():
+        _require_fields(path, item)
+        match item.kind:
+            case "message" if item.role != "assistant":
+                assert item.role is not None
                 self.put(f"{path}.content", item.role, item.content)
-            case FunctionCallItem():
-                self._path = self._path or path
-                function = CalledFunction(name=item.name, arguments=item.arguments)
-                self._calls.append(ToolCall(id=item.call_id, function=function))
-                self._call_ids.add(item.call_id)
-            case FunctionOutputItem():
+            case "function_call_output":
                 if item.call_id not in self._call_ids:
                     text = f"no earlier function_call has the call_id {item.call_id!r}; send the call, too"
                     raise invalid(f"{path}.call_id: {text}", f"{path}.call_id")
                 self.put(f"{path}.output", "tool", item.output, item.call_id)
-            case ReasoningItem():
-                self._begin(path)
-                self._reasoning += _texts(item.content or [], f"{path}.content")
+            case "function_call":
+                self._path = self._path or path
+                function = CalledFunction(name=item.name or "", arguments=item.arguments or "")
+                self._calls.append(ToolCall(id=item.call_id or "", function=function))
+                self._call_ids.add(item.call_id)
+            case kind:
+                if self._texts or self._calls:
+                    self.finish()
+                self._path = self._path or path
+                texts = self._reasoning if kind == REASONING else self._texts
+                texts += _texts(item.content, f"{path}.content")
 
-    def put(self, path: str, role: Role, content: str | list[Part], call_id: str | None = None) -> None:
+    def put(self, path: str, role: Role, content: str | list[Part] | None, call_id: str | None = None) -> None:
         """Add a message that is not the assistant's, whose content has this path in the request body."""
         self.finish()
-        parts = content if isinstance(content, str) else list(_parts(content, path))
+        parts = content if isinstance(content, str) else list(_parts(content or [], path))
         self.messages.append(Message(role=role, content=parts, tool_call_id=call_id))
         self.paths.append(path)
 
@@ -216,17 +170,22 @@ class ChatBuilder:
         self.paths.append(self._path)
         self._path, self._reasoning, self._texts, self._calls = "", [], [], []
 
-    def _begin(self, path: str) -> None:
-        """Begin a message of the assistant, unless the current one has no text and no calls yet."""
-        if self._texts or self._calls:
-            self.finish()
-        self._path = self._path or path
+
+def _require_fields(path: str, item: Item) -> None:
+    """Raise ApiError (400) for an unsupported type or field, or if a field is missing."""
+    fields = FIELDS_OF.get(item.kind)
+    if fields is None or item.kind == REFERENCE:  # a reference that no stored response has replaced
+        raise invalid(f"{path}: items of type {item.kind} are not supported", path, "unsupported_parameter")
+    reject_extra(item, f"{path}.")
+    for name in fields:
+        if getattr(item, name) is None:
+            raise invalid(f"{path}.{name} is missing", f"{path}.{name}")
 
 
-def _texts(content: str | list[Part], path: str) -> list[str]:
+def _texts(content: str | list[Part] | None, path: str) -> list[str]:
     if isinstance(content, str):
         return [content]
-    parts = list(_parts(content, path))
+    parts = list(_parts(content or [], path))
     for number, part in enumerate(parts):
         if part.text is None:
             raise invalid(f"{path}[{number}] is not a text, but an item of the assistant has only texts", path)
