@@ -164,8 +164,8 @@ def test_the_reply_slot_depends_only_on_the_partition() -> None:
 class Fold:
     """A response of the Kafka API to request `a`, folded from the reply slot of a scene."""
 
-    def __init__(self, scene: Scene, request_id: str = "a", *, stream: bool = True, prompt_tokens: int = 5) -> None:
-        fields: dict[str, Any] = {"api": "chat_completions", "is_chat": True, "prompt_tokens": prompt_tokens}
+    def __init__(self, scene: Scene, request_id: str = "a", *, stream: bool = True, **changes: Any) -> None:
+        fields: dict[str, Any] = {"api": "chat_completions", "is_chat": True, "prompt_tokens": 5, **changes}
         options = encoded_options(CompletionOptions(includes_usage=stream))
         fold = begun_fold(scene.model, request_id, stream=stream, options=options, **fields)
         response = RecordResponse(WindowEntry(0, 0), ReplyAddress("a", ""), fold, scene.group)
@@ -231,6 +231,14 @@ async def test_an_error_is_the_last_record_and_missing_capacity_a_rejection(
     assert pieces == ([(0, 200, False), (1, status, True)] if has_begun else [(0, status, True)])
     assert fold.objects()[-1]["error"]["code"] == "because"
     assert was_rejected(fold.request) is rejected
+
+
+async def test_an_error_has_the_format_of_the_api(scene: Scene) -> None:
+    scene.refuse("a", 503, "because")
+    fold = Fold(scene, api="messages")
+    await fold.read()
+    (failure,) = fold.objects()
+    assert (failure["type"], failure["error"]["type"]) == ("error", "overloaded_error")
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -228,22 +228,23 @@ class PartitionServer:
                 raise invalid(text, "reply-topic", "unknown_reply_topic")
             return await self._open(record, entry, where)
         except ApiError as error:
-            await self._reject(entry, where, error)
+            await self._reject(record, entry, where, error)
         except LogError:
             raise
         except Exception:  # another ingress would fail at the same record
             logger.exception(
                 "failed to process record %d of partition %d of openai-requests", record.offset, self.partition
             )
-            await self._reject(entry, where, internal_error())
+            await self._reject(record, entry, where, internal_error())
         return []
 
-    async def _reject(self, entry: WindowEntry, where: ReplyAddress, error: ApiError) -> None:
+    async def _reject(self, record: Record, entry: WindowEntry, where: ReplyAddress, error: ApiError) -> None:
         if malformed := error.status < 500:  # otherwise it is valid, for example if no pool serves the model yet
             self._shared.metrics.malformed.labels(error.code).inc()
         self._shared.metrics.requests.labels("malformed" if malformed else "error").inc()
         write_record(self.partition, entry.offset, error.status, error=error.code, request_id=where.request_id)
-        await self._send(entry, where, ResponseRecord(0, error.status, True, error.encoded()))
+        body = error.encoded((record.headers or {}).get("path", ""))
+        await self._send(entry, where, ResponseRecord(0, error.status, True, body))
 
     async def _open(self, record: Record, entry: WindowEntry, where: ReplyAddress) -> list[PendingRequest]:
         """Open the requests of a record, one per choice or input. Raises ApiError if one is invalid."""

@@ -85,7 +85,7 @@ class RecordResponse:
     def fail(self, error: ApiError) -> ResponseRecord:
         """End the response with an error, and return its last record."""
         self.fold.fail(error)
-        return self._record(error.encoded(), last=True, status=error.status)
+        return self._record(self.fold.error_body(error), last=True, status=error.status)
 
     def _record(self, value: bytes, *, last: bool, status: int = OK) -> ResponseRecord:
         record = ResponseRecord(self._sent, status, last, value)
