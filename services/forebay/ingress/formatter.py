@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
+
 from forebay.events.rendering import Rendering
 from forebay.events.tokens import PrefilledBy, Usage
 from forebay.ingress.errors import ApiError
 from forebay.ingress.parsers.deltas import OutputDelta
 
 
-class SseEvent(NamedTuple):
+class SseEvent(msgspec.Struct, frozen=True, gc=False):
     """Server-sent event of a stream: its data is JSON, and its name is empty if the API names no events."""
 
     data: bytes

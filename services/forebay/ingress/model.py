@@ -196,6 +196,8 @@ class Decoder:
     def push(self, token_ids: list[int]) -> str:
         """Return the new text after these tokens. An incomplete character is kept for the next call."""
         hidden = self._hidden or ()
+        if len(token_ids) == 1:
+            return "" if token_ids[0] in hidden else self._step(token_ids[0])
         # One by one: with several tokens the stream buffers the text of all of them while the last one is an incomplete
         # character, so the text at the end of a response would depend on how its tokens were batched.
         return "".join([self._step(token_id) for token_id in token_ids if token_id not in hidden])

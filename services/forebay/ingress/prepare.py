@@ -10,7 +10,7 @@ arguments, so equal arguments give an equal event, unless a chat template contai
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -37,8 +37,7 @@ from forebay.ingress.tokenizer import encode_prompt
 EMBEDDING = Sampling(max_tokens=1, temperature=0.0)  # no tokens are generated, so sampling has no effect
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(msgspec.Struct, frozen=True):
     """Values outside of the prompt that a prepared request depends on. `lora_name` is empty for the base model."""
 
     lora_name: str
@@ -46,8 +45,7 @@ class Target:
     block_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizedPrompt:
+class TokenizedPrompt(msgspec.Struct, frozen=True):
     """Tokens of a prompt, before its media placeholders are expanded.
 
     Attributes:
@@ -61,8 +59,7 @@ class TokenizedPrompt:
     echo: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
+class PreparedRequest(msgspec.Struct, frozen=True):
     """A validated request for the log, still without its id and reply slot.
 
     Attributes:
@@ -263,7 +260,9 @@ class Preparer:
         return [
             prepared
             if seed is None or not number
-            else replace(prepared, sampling=msgspec.structs.replace(prepared.sampling, seed=(seed + number) & SEED_MAX))
+            else msgspec.structs.replace(
+                prepared, sampling=msgspec.structs.replace(prepared.sampling, seed=(seed + number) & SEED_MAX)
+            )
             for number in range(body.choices_per_prompt)
         ]
 
@@ -305,7 +304,7 @@ class Preparer:
             input=body.conversation,
             **fields,
         )
-        return [replace(first, rendering=rendering), *others]
+        return [msgspec.structs.replace(first, rendering=rendering), *others]
 
     def tokenize_inputs(self, inputs: Sequence[str | list[int]]) -> list[list[int]]:
         return [

@@ -11,7 +11,8 @@ event, and the part is the number of events of the choice since that token.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+
+import msgspec
 
 from forebay.core.state.reply_slot import ResponseState
 from forebay.events.rendering import Rendering
@@ -29,23 +30,34 @@ from forebay.ingress.parsers.deltas import OutputDelta
 from forebay.ingress.parsers.selection import ParseOptions, ParserFactory
 
 
-class StreamEvent(NamedTuple):
+class StreamEvent(msgspec.Struct, frozen=True, gc=False):
     """Event of a stream, or the only one of a whole response.
 
     Attributes:
-        id: `choice-position-part`; empty for an event that another ingress does not repeat, and for a whole response.
         data: JSON object.
         name: name of the event; empty if the API names no events.
+        index: position of the choice, -1 for an event that another ingress does not repeat, and for a whole response.
+        position: number of tokens of the choice before the event.
+        part: number of events of the choice since that token.
     """
 
-    id: str
     data: bytes
     name: str = ""
+    index: int = -1
+    position: int = 0
+    part: int = 0
+
+    @property
+    def id(self) -> str:
+        """Id of the event, `choice-position-part`; empty for an event that another ingress does not repeat."""
+        return "" if self.index < 0 else f"{self.index}-{self.position}-{self.part}"
 
     def encoded(self) -> bytes:
         """Return the event as a server-sent event."""
-        event_id, name = (self.id and f"id: {self.id}\n"), (self.name and f"event: {self.name}\n")
-        return b"%b%bdata: %b\n\n" % (event_id.encode(), name.encode(), self.data)
+        name = b"event: %b\n" % self.name.encode() if self.name else b""
+        if self.index < 0:
+            return b"%bdata: %b\n\n" % (name, self.data)
+        return b"id: %d-%d-%d\n%bdata: %b\n\n" % (self.index, self.position, self.part, name, self.data)
 
 
 class ResponseFold(ABC):
@@ -133,7 +145,7 @@ class ResponseFold(ABC):
 
     def error_events(self, error: ApiError) -> list[StreamEvent]:
         """Return the events that end a stream with an error, which have ids if the error is on the log."""
-        return [StreamEvent("", self.error_body(error))]
+        return [StreamEvent(self.error_body(error))]
 
     @abstractmethod
     def is_part_over(self, index: int) -> bool:
@@ -204,7 +216,7 @@ class CompletionFold(ResponseFold):
     def error_events(self, error: ApiError) -> list[StreamEvent]:
         found = self.formatter.error(error)
         if error is not self.error or self._failed_at is None:
-            return [StreamEvent("", *one) for one in found]
+            return [StreamEvent(one.data, one.name) for one in found]
         events: list[StreamEvent] = []
         self._emit(events, self._failed_at, found)
         return events
@@ -267,13 +279,13 @@ class CompletionFold(ResponseFold):
                 self._emit(events, index, formatter.finish(self._usage()))
         elif self.is_over:
             choices = [one.whole for one in self._choices if one.whole is not None]
-            events.append(StreamEvent("", formatter.whole(choices, self._usage())))
+            events.append(StreamEvent(formatter.whole(choices, self._usage())))
 
     def _emit(self, events: list[StreamEvent], index: int, found: Sequence[SseEvent], *, counts: bool = False) -> None:
         choice = self._choices[index]
         for event in found:
-            data, name = self.formatter.with_usage(event, self._usage()) if counts else event
-            events.append(StreamEvent(f"{index}-{choice.position}-{choice.part}", data, name))
+            one = self.formatter.with_usage(event, self._usage()) if counts else event
+            events.append(StreamEvent(one.data, one.name, index, choice.position, choice.part))
             choice.part += 1
 
     def _usage(self) -> Usage:
@@ -309,7 +321,7 @@ class EmbeddingFold(ResponseFold):
         self._vectors[index] = state.vector
         self._missing -= 1
         if not self._missing:
-            events.append(StreamEvent("", embeddings(self.rendering, self._vectors)))
+            events.append(StreamEvent(embeddings(self.rendering, self._vectors)))
             self.is_over = True
 
 

@@ -40,6 +40,10 @@ class DeltaCollector:
         self._spaces = ""  # trailing white space of the content; emitted once more text follows
         self._begun = 0
 
+    def text(self, text: str) -> None:
+        """Add text to the content of a response without tool calls."""
+        self._content.append(text)
+
     def content(self, text: str) -> None:
         """Add text to the content. White space at its end is dropped if a tool call follows."""
         text = self._spaces + text
@@ -69,13 +73,22 @@ class DeltaCollector:
         """Return all that was added since the previous call. `last` also emits white space at the end of content."""
         if last and not self._begun:
             self._content.append(self._spaces)
-        delta = merge_deltas([OutputDelta("".join(self._content), "".join(self._reasoning), tuple(self._calls))])
-        self._content, self._reasoning, self._calls = [], [], []
+        delta = OutputDelta("".join(self._content), "".join(self._reasoning), tuple(self._calls))
+        self._content.clear()
+        self._reasoning.clear()
+        if self._calls:
+            self._calls.clear()
+            return merge_deltas([delta])
         return delta
 
 
 class ParserStage(ABC):
-    """A stage of a `ParserChain`. It emits content, reasoning or tool calls, or passes text on to the next stage."""
+    """A stage of a `ParserChain`. It emits content, reasoning or tool calls, or passes text on to the next stage.
+
+    `is_transparent` means that all further text is content.
+    """
+
+    is_transparent = False
 
     def __init__(self, sink: DeltaCollector) -> None:
         self._sink = sink
@@ -94,6 +107,8 @@ class ParserChain:
         self._first = first
 
     def push(self, text: str, token_ids: list[int]) -> OutputDelta:
+        if self._first.is_transparent:  # most of the text of most responses
+            return OutputDelta(text)
         self._first.push(text)
         return self._sink.take()
 
@@ -103,8 +118,10 @@ class ParserChain:
 
 
 class PlainText(ParserStage):
+    is_transparent = True
+
     def push(self, text: str) -> None:
-        self._sink.content(text)
+        self._sink.text(text)
 
 
 class _ReasoningState(Enum):
@@ -166,6 +183,7 @@ class ReasoningParser(ParserStage):
                 self._sink.reasoning(reasoning)
                 return after
             case _:
+                self.is_transparent = self._rest.is_transparent
                 self._rest.push(text)
                 return ""
 
