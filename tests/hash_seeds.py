@@ -11,7 +11,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import chdir
+from contextlib import chdir, closing
 from hashlib import sha256
 from pathlib import Path
 
@@ -20,11 +20,16 @@ import pytest
 from forebay.events.control import RouterConfig
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import REQUESTS
+from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.journal.records import decode_or_none
+from forebay.transport.base import records_of
+from forebay.transport.sqlite.log import SqliteLog
 from tests.cli import scaling_log
 from tests.cli.in_process import forebay, fork_from_a_server
 from tests.core.worlds import Driver, perform_all
 from tests.faults.plan import DEPTHS, draw_plan
 from tests.faults.simulation import simulate
+from tests.ingress.renderings import drawn_response, rendered
 from tests.logs.record import FOLDER, SUFFIX
 from tests.logs.scaling import recorded_records
 from tests.replay.mutations import find
@@ -89,10 +94,37 @@ def faults() -> str:
     return " ".join(simulate(draw_plan(seed, depth=depth)).trace_hash for depth in DEPTHS for seed in (5, 6))
 
 
+async def requests_of(path: Path) -> list[RequestSubmitted]:
+    """Return the requests of a recording."""
+    with closing(SqliteLog.open(path, readonly=True)) as log:
+        begin, end = await log.begin(REQUESTS.name, 0), await log.end(REQUESTS.name, 0)
+        events = [decode_or_none(REQUESTS, one.value) async for one in records_of(log, REQUESTS, 0, begin, end)]
+    return [event for event in events if isinstance(event, RequestSubmitted)]
+
+
+def renderings() -> str:
+    """Render a response to each request of the recordings. The deliveries depend on the process, and must not matter.
+
+    The recordings have no output, so it is derived from the requests.
+    """
+    delivery = random.Random(os.environ["PYTHONHASHSEED"])
+    model, found = Model(DEFAULT_MODEL), {}
+    for path in sorted(FOLDER.glob(f"*{SUFFIX}")):
+        hashed = sha256()
+        for event in asyncio.run(requests_of(path)):
+            first, records = drawn_response(random.Random(event.request_id), model, event)
+            cuts = delivery.choices(range(len(records)), k=delivery.randrange(9))
+            for one in rendered(model, first, records, cuts):
+                hashed.update(one.encoded())
+        found[path.name] = hashed.hexdigest()
+    return json.dumps(found)
+
+
 JOBS: dict[str, Job] = {
     "world": world,
     "faults": faults,
     "verify": verified,
+    "renderings": renderings,
     "explain": explained,
     "scaling": scaling,
     "diff": command("replay", "diff", "run.db", "--set", "temperature=0.4", "--json"),

@@ -177,9 +177,9 @@ class Scene:
         ended = ResponseEnded(request_id=name, attempt=attempt, owner_epoch=owner, finish_reason=reason, usage=usage)
         self.send(ended)
 
-    def reply(self, name: str, text: str, **end: Any) -> int:
+    def reply(self, name: str, text: str, *, first: int = 0, **end: Any) -> int:
         """Emit the tokens of a text, end the response successfully, and return the number of tokens."""
-        output = self.emit_text(name, text)
+        output = self.emit_text(name, text, first=first)
         self.end(name, output=output, **end)
         return output
 
