@@ -21,7 +21,7 @@ from forebay.events.topics import TOKENS
 from forebay.events.work import WorkItem
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.workers.engines.mock.engine import MockEngine
-from forebay.workers.engines.mock.outputs import CHARS_MAX, DIMENSIONS, FORMATS, REASONING, OutputScripts, SchemaValues
+from forebay.workers.engines.mock.outputs import CHARS_MAX, DIMENSIONS, FEW_WORDS, FORMATS, OutputScripts, SchemaValues
 from forebay.workers.runtime.resume import continued
 from tests.engines.driven import Driven, driven
 from tests.workers.conftest import VOCABULARY, Scene, engine_config, until, work_item
@@ -287,9 +287,14 @@ def test_tools_are_called_if_the_last_message_mentions_them(text: str, called: l
     assert all(call["arguments"] for call in calls)
 
 
-def test_nothing_is_called_after_a_result_with_ignore_eos_or_without_a_chat() -> None:
+def test_a_few_words_follow_the_result_of_a_tool() -> None:
     turns = [{"role": "user", "content": "weather"}, {"role": "tool", "content": "the weather is fine"}]
-    assert script_of(MODEL.render(turns, [WEATHER])) is None
+    script = script_of(MODEL.render(turns, [WEATHER]))
+    assert script is not None
+    assert (len(script[0].split()), script[1]) == (FEW_WORDS["minItems"], True)
+
+
+def test_nothing_is_called_with_ignore_eos_or_without_a_chat() -> None:
     assert script_of(prompt("weather", WEATHER), ignore_eos=True) is None
     assert script_of("weather") is None
     assert script_of(prompt("weather")) is None
@@ -299,7 +304,7 @@ def test_reasoning_precedes_words_or_calls() -> None:
     script = script_of(prompt("Hello", enable_thinking=True))
     assert script is not None
     reasoning, tag, rest = script[0].partition("\n</think>\n\n")
-    assert (len(reasoning.split()), bool(tag), rest, script[1]) == (REASONING["minItems"], True, "", False)
+    assert (len(reasoning.split()), bool(tag), rest, script[1]) == (FEW_WORDS["minItems"], True, "", False)
     script = script_of(prompt("weather", WEATHER, reasoning_effort="low"))
     assert script is not None
     assert script[0].partition("</think>\n\n")[2].startswith("<tool_call>")

@@ -3,7 +3,7 @@
 A script replaces the first words of the output, or all: a value of the structure (JSON or choices; a forced tool call
 is a structure too), or for a chat reasoning if its prompt ends with `<think>`, and calls of the tools in the prompt. If
 the last message is a user's, the tools are called whose names share a word with it, otherwise those whose
-definitions do.
+definitions do. If it is the result of a tool, the output ends after a few words.
 
 A script depends only on the prompt and the seed of the request. Tools and messages are read from the tokens of the
 prompt, in the format of the default model, which is that of Qwen. An attempt that continues the output of an earlier
@@ -326,7 +326,7 @@ END = "<|im_end|>"
 REPLY = f"{START}assistant\n"
 THINK = "<think>\n"
 TOOLS = "You may call one or more functions to assist with the user query."  # in a prompt with tools
-REASONING = {"items": {}, "minItems": 16}
+FEW_WORDS = {"items": {}, "minItems": 16}
 WORD_CHARS_MIN = 4  # of a word that shows that a message mentions a tool
 COMMON_WORDS = frozenset(
     (
@@ -384,20 +384,25 @@ class OutputScripts:
         return None if text is None else Script(self._encode(text)[item.output_tokens :], is_whole)
 
     def _chat(self, prompt: bytes, values: SchemaValues) -> tuple[str | None, bool]:
-        """Return the reasoning and calls of a chat, None without either, and whether the output ends after them."""
+        """Return the reasoning and the end of a chat's output, None without either, and whether there is the end."""
         is_thinking = prompt.endswith(self._think)
         if not is_thinking and not prompt.endswith(self._reply):
             return None, False
-        reasoning = f"{' '.join(values.value(REASONING))}\n</think>\n\n" if is_thinking else ""
-        calls = "\n".join(self._calls(prompt, values)) if self._tools in prompt else ""
-        return reasoning + calls or None, bool(calls)
+        reasoning = f"{' '.join(values.value(FEW_WORDS))}\n</think>\n\n" if is_thinking else ""
+        end = self._end(self._decode(unpack_u32(prompt)), values) if self._tools in prompt else ""
+        return reasoning + end or None, bool(end)
 
-    def _calls(self, prompt: bytes, values: SchemaValues) -> Iterator[str]:
-        """Yield a call of each tool that the last message mentions, in the format of Hermes and Qwen."""
-        text = self._decode(unpack_u32(prompt))
+    def _end(self, text: str, values: SchemaValues) -> str:
+        """Return the calls of the tools that the last message mentions, or words if it is the result of a tool."""
         *_, message, _ = ("", *text.split(START))
         role, _, content = message.removesuffix("\n").removesuffix(END).partition("\n")
+        if role == "tool":
+            return str(" ".join(values.value(FEW_WORDS)))
         spoken = re.findall(r"[a-z]+", content.lower()) if role == "user" else ()
+        return "\n".join(self._calls(text, spoken, values))
+
+    def _calls(self, text: str, spoken: Sequence[str], values: SchemaValues) -> Iterator[str]:
+        """Yield a call of each tool that these words mention, in the format of Hermes and Qwen."""
         tools = list(_tools(text))
         called = [tool for tool in tools if _is_mentioned(tool["name"], spoken)]
         for tool in called or [tool for tool in tools if _is_mentioned(json.dumps(tool), spoken)]:
