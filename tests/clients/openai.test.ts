@@ -5,11 +5,30 @@ import OpenAI from "openai";
 const model = "forebay-default";
 const client = new OpenAI({ maxRetries: 0 });
 
+function words(text: string): number {
+    return text.trim().split(" ").length;
+}
+
 Deno.test("a chat is streamed", async () => {
     const messages = [{ role: "user" as const, content: "Hello" }];
     let text = "";
     for await (const chunk of await client.chat.completions.create({ model, messages, max_tokens: 8, stream: true })) {
         text += chunk.choices[0].delta.content ?? "";
     }
-    assert.equal(text.trim().split(" ").length, 8);
+    assert.equal(words(text), 8);
+});
+
+Deno.test("a response is created, streamed and parsed", async () => {
+    const response = await client.responses.create({ model, input: "Hello", max_output_tokens: 8 });
+    assert.equal(words(response.output_text), 8);
+    const stream = client.responses.stream({ model, input: "Hello", max_output_tokens: 8 });
+    let text = "";
+    for await (const event of stream) {
+        if (event.type === "response.output_text.delta") text += event.delta;
+    }
+    assert.equal((await stream.finalResponse()).output_text, text);
+    const schema = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
+    const format = { type: "json_schema" as const, name: "city", schema };
+    const parsed = await client.responses.parse({ model, input: "Paris", text: { format } });
+    assert.equal(typeof (parsed.output_parsed as unknown as { city: string }).city, "string");
 });

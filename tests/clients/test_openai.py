@@ -1,11 +1,31 @@
 """The official `openai` client for Python."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from tests.clients.checks import NAME, checked
+
+WEATHER: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Get the current weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+
+
+class Forecast(BaseModel):
+    city: str
+    degrees: int
 
 
 @pytest.fixture
@@ -21,3 +41,30 @@ def test_a_chat_is_streamed(client: openai.OpenAI) -> None:
     chunks = [checked(chunk, "forebay") for chunk in stream]
     assert len("".join(chunk.choices[0].delta.content or "" for chunk in chunks).split()) == 8
     assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_a_response_is_created_and_streamed(client: openai.OpenAI) -> None:
+    fields: Any = {"model": NAME, "input": "Hello", "max_output_tokens": 8, "temperature": 0.0}
+    whole = checked(client.responses.create(**fields))
+    assert len(whole.output_text.split()) == 8
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    *_, last = [checked(event) for event in client.responses.create(**fields, stream=True)]
+    assert (last.type, last.response.output_text) == ("response.incomplete", whole.output_text)
+
+
+def test_a_response_is_parsed(client: openai.OpenAI) -> None:
+    fields: Any = {"model": NAME, "input": "Paris", "text_format": Forecast}
+    assert isinstance(client.responses.parse(**fields).output_parsed, Forecast)
+    with client.responses.stream(**fields) as events:
+        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        assert events.get_final_response().output_parsed == Forecast.model_validate_json(text)
+
+
+def test_a_function_is_called_and_its_result_answered(client: openai.OpenAI) -> None:
+    fields: Any = {"model": NAME, "tools": [WEATHER], "max_output_tokens": 60}
+    first = checked(client.responses.create(**fields, input="What is the weather in Paris?"))
+    (call,) = first.output
+    assert (call.type, call.name) == ("function_call", "get_weather")
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "14 degrees"}
+    second = checked(client.responses.create(**fields, input=[*first.output, result]))
+    assert (second.status, len(second.output_text.split())) == ("completed", 16)
