@@ -32,3 +32,19 @@ Deno.test("a response is created, streamed and parsed", async () => {
     const parsed = await client.responses.parse({ model, input: "Paris", text: { format } });
     assert.equal(typeof (parsed.output_parsed as unknown as { city: string }).city, "string");
 });
+
+Deno.test("a background response is retrieved, streamed, cancelled and deleted", async () => {
+    const input = "Hello";
+    const { id } = await client.responses.create({ model, input, background: true, max_output_tokens: 20 });
+    const events = [];
+    for await (const event of await client.responses.retrieve(id, { stream: true })) events.push(event);
+    const rest = [];
+    const starting_after = events[5].sequence_number;
+    for await (const event of await client.responses.retrieve(id, { stream: true, starting_after })) rest.push(event);
+    assert.deepEqual(rest, events.slice(6));
+    assert.equal(words((await client.responses.retrieve(id)).output_text), 20);
+    await client.responses.delete(id);
+    await assert.rejects(client.responses.retrieve(id), OpenAI.NotFoundError);
+    const long = await client.responses.create({ model, input, background: true, max_output_tokens: 30_000 });
+    assert.equal((await client.responses.cancel(long.id)).status, "cancelled");
+});

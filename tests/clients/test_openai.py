@@ -66,5 +66,24 @@ def test_a_function_is_called_and_its_result_answered(client: openai.OpenAI) -> 
     (call,) = first.output
     assert (call.type, call.name) == ("function_call", "get_weather")
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "14 degrees"}
-    second = checked(client.responses.create(**fields, input=[*first.output, result]))
-    assert (second.status, len(second.output_text.split())) == ("completed", 16)
+    second = checked(client.responses.create(**fields, input=[result], previous_response_id=first.id))
+    assert len(second.output_text.split()) > 10
+    items = client.responses.input_items.list(second.id, order="asc")
+    assert [item.type for item in items] == ["message", "function_call", "function_call_output"]
+
+
+def test_a_background_response_is_retrieved_streamed_cancelled_and_deleted(client: openai.OpenAI) -> None:
+    fields: Any = {"model": NAME, "input": "Hello", "background": True}
+    created = checked(client.responses.create(**fields, max_output_tokens=20))
+    events = [checked(event) for event in client.responses.retrieve(created.id, stream=True)]
+    *_, last = events
+    assert len(last.response.output_text.split()) == 20
+    after = events[5].sequence_number
+    rest = client.responses.retrieve(created.id, stream=True, starting_after=after)
+    assert [event.to_dict() for event in rest] == [event.to_dict() for event in events[6:]]
+    assert checked(client.responses.retrieve(created.id)).output_text == last.response.output_text
+    client.responses.delete(created.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(created.id)
+    long = client.responses.create(**fields, max_output_tokens=30_000)
+    assert checked(client.responses.cancel(long.id)).status == "cancelled"
