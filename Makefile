@@ -33,7 +33,7 @@ PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 REAL = --numprocesses 2 --dist loadfile
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines --ignore tests/clients
 
-.PHONY: help setup setup-engines setup-clients up test test-all explore fuzz fuzz-bugs test-kafka test-engines test-clients kafka kafka-stop demo-kafka demo-upgrade demo-disagg demo-scaling demo-tiers demo-console lint type fmt mutations coverage bench \
+.PHONY: help setup setup-engines setup-clients up test test-all explore fuzz fuzz-bugs test-kafka test-engines test-clients kafka kafka-stop demo-kafka demo-answers demo-upgrade demo-disagg demo-scaling demo-tiers demo-console lint type fmt mutations coverage bench \
     schemas golden report-picture console-pictures lock lock-engines lock-clients resolve ci clean
 
 help: ## show this help
@@ -85,6 +85,9 @@ kafka-stop: $(READY) ## stop the broker that `make kafka` started
 
 demo-kafka: $(READY) ## kill a worker and the owner of a distributed system under load (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/python -m tests.harness.demo_kafka $(ARGS)
+
+demo-answers: $(READY) ## resume streams after their ingress, the owner and workers were killed (Java 17, Maven); options in ARGS="..."
+	@$(BIN)/python -m tests.harness.demo_answers $(ARGS)
 
 demo-upgrade: $(READY) ## upgrade to a version with other decision rules under load, and back (Java 17, Maven)
 	@$(BIN)/python -m tests.harness.demo_upgrade $(ARGS)
