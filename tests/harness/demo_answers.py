@@ -24,6 +24,7 @@ from tests.harness.cluster import GROUP, Cluster
 from tests.harness.demos import Demo, Place, Result
 from tests.harness.failover import lost
 from tests.harness.mock_words import Words
+from tests.harness.processes import ProcessError
 from tests.integration.stream_clients import prompt
 
 WORKERS = ("w1", "w2", "w3", "w4")
@@ -119,12 +120,12 @@ class Clients:
         self.url = url
         self._client = client
 
-    async def receive(self, stream: Stream, url: str) -> None:
+    async def receive(self, stream: Stream, url: str, tokens: int = TOKENS) -> None:
         """Request a stream at `url`, and resume it at `self.url` until it is complete."""
         body = {
             "model": GROUP,
             "prompt": prompt(stream.number),
-            "max_tokens": TOKENS,
+            "max_tokens": tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
@@ -167,6 +168,8 @@ class Clients:
                             stream.resumed_s.append(time.monotonic() - resumed_at)
                             resumed_at = 0.0
                         stream.events.append(event)
+                        if b'"error"' in event:
+                            stream.problem = event.decode()
         except httpx.TransportError:
             return
 
@@ -177,7 +180,9 @@ async def play(cluster: Cluster, streams: list[Stream], clients: Clients, url: s
 
     async def after(share: float, kill: Callable[[], Awaitable[str]]) -> None:
         def has_passed() -> bool:
-            begun = all(one.events or one.problem for one in streams)
+            if any(one.problem for one in streams):
+                raise ProcessError("; ".join(f"stream {one.number}: {one.problem}" for one in streams if one.problem))
+            begun = all(one.events for one in streams)
             return begun and sum(len(one.events) for one in streams) >= share * TOKENS * len(streams)
 
         await cluster.until(f"{share:.0%} of the tokens arrived", has_passed, within_s=TIMEOUT_S)
@@ -213,6 +218,7 @@ async def run(place: Place, options: argparse.Namespace) -> Answers:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as client:
             clients = Clients(client, cluster.urls["i2"])
+            await clients.receive(Stream(0), clients.url, tokens=1)  # an ingress loads a model with its first request
             await play(cluster, result.streams, clients, cluster.urls["i1"])
             clients.url = cluster.ingress("i3")
             await cluster.until_serving(len(WORKERS) - 2)

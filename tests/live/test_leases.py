@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from forebay.core.state.fleet import Fleet
 from forebay.events.codec import decode, encode
-from forebay.events.decisions import RequestAborted
+from forebay.events.decisions import Advanced, RequestAborted
 from forebay.events.fleet import IngressJoined, IngressLost
 from forebay.events.groups import GroupPlaced
 from forebay.events.requests import RequestCancelled, RequestResumed
@@ -433,6 +433,8 @@ async def test_a_request_that_is_resumed_in_the_grace_time_survives_its_ingress(
         system.send(RequestResumed(request_id="r", ingress_incarnation="another"))
         system.send(RequestCancelled(request_id="r", ingress_incarnation="mine"))
         await until(lambda: system.events(FLEET, IngressLost))
+        journaled = [run.topic for one in system.decisions(Advanced) for run in one.consumed]
+        assert "requests" in journaled, "a next owner could apply the loss first"
         await until_ended(system, "r")
     assert (system.decisions(RequestAborted), len(system.answer("r"))) == ([], 150)
 

@@ -40,7 +40,7 @@ from forebay.events.decisions import (
 )
 from forebay.events.fleet import OwnershipAnnounced
 from forebay.events.pools import PoolRouting, PoolRoutingConfigured
-from forebay.events.requests import RequestSubmitted
+from forebay.events.requests import RequestResumed, RequestSubmitted
 from forebay.events.topics import CONTROL, DEAD_LETTERS, DECISIONS, FLEET, INPUTS, REQUESTS, Topic
 from forebay.events.versions import EVENTS_VERSION
 from forebay.journal.release import own_release
@@ -367,6 +367,7 @@ class Owner:
             now_us = self._clock.now_us()
             decisions = self._open_run(now_us)
             run_ends_ns = runtime.monotonic_ns() + RUN_US_MAX * 1000
+            has_resumed = False
             for record in tail.take(RUN_SLICE):
                 if runtime.monotonic_ns() > run_ends_ns:
                     now_us = self._clock.now_us()
@@ -375,12 +376,14 @@ class Owner:
                 event = self._decode(topic, record, letters)
                 if isinstance(event, RequestSubmitted):
                     submitted[record.offset] = event
+                has_resumed = has_resumed or isinstance(event, RequestResumed)
                 decisions_of_event = step(world, topic.name, event, now_us)
                 self.first_tokens.observe(world, event, decisions_of_event, now_us)
                 decisions += decisions_of_event
             decided += decisions
             records += decisions
-            if len(world.consumed) >= CONSUMED_RUNS_MAX:
+            # The next owner must apply a resumption before the loss of the earlier ingress, which is on another topic.
+            if has_resumed or len(world.consumed) >= CONSUMED_RUNS_MAX:
                 records.append(advance(world))
             if runtime.monotonic_ns() > ends_ns:
                 return
