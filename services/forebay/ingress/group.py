@@ -17,6 +17,7 @@ from forebay.events.versions import may_write
 from forebay.ingress.adapters import Adapters
 from forebay.ingress.admission import POOL_FULL, FullPool
 from forebay.ingress.commands import CommandClient
+from forebay.ingress.drain import SHUTTING_DOWN
 from forebay.ingress.errors import ApiError, no_router
 from forebay.ingress.front import Front
 from forebay.ingress.pool_settings import PoolConfigurator
@@ -230,7 +231,14 @@ class GroupClient:
             logger.warning("cannot cancel request %s: %s", request_id, error)
 
     def cancel_later(self, request_id: str, reason: str) -> None:
-        """Cancel a request after the grace time, unless a client reads its response again here or elsewhere."""
+        """Cancel a request after the grace time, unless a client reads its response again here or elsewhere.
+
+        When this process stops, the owner does that once it has lost the lease.
+        """
+        if reason == SHUTTING_DOWN:
+            if not self.settings.has_lease:
+                self.cancel(request_id, reason, unless_resumed=True)
+            return
 
         def cancel() -> None:
             if not self.front.slots.is_read(self.settings.model_name, request_id):

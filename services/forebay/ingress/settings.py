@@ -34,7 +34,8 @@ class IngressSettings:
         admin_token: token that the admin API requires; empty for no admin API.
         tool_call_parser: `auto` (by the chat template), `none`, or the name of a parser; so is `reasoning_parser`.
         reply_topics: patterns of full topic names for responses of the Kafka API; empty for `<namespace>.replies.*`.
-        incarnation: value of the lease that distinguishes processes with the same `ingress_id`; empty without a lease.
+        incarnation: distinguishes processes with the same `ingress_id`, and is the value of its lease.
+        has_lease: whether an owner notices the end of this process, and then cancels its requests.
     """
 
     model_name: str
@@ -56,6 +57,7 @@ class IngressSettings:
     media: MediaSettings = PUBLIC_ONLY
     reply_topics: tuple[str, ...] = ()
     incarnation: str = ""
+    has_lease: bool = True
 
     def __post_init__(self) -> None:
         for pattern in self.reply_topics:

@@ -211,7 +211,7 @@ async def _running(
         stack.push_async_callback(explainer.close)
         await tasks.until(lambda: all(group.is_admitted() for group in groups))
         by_name = {group.name: group for group in groups}
-        ingress = replace(settings.ingress, incarnation=runtime.random_id())
+        ingress = replace(settings.ingress, incarnation=runtime.random_id(), has_lease=False)
         if only is not None:
             ingress = replace(ingress, block_size=groups[0].block_size)
         async with serving_models(ingress, log, registry, tasks, by_name, only) as models:

@@ -26,7 +26,6 @@ from forebay.events.request_ids import RequestLocation, public_id
 from forebay.events.requests import RequestSubmitted, reply_key_of
 from forebay.ingress.access_log import add_fields
 from forebay.ingress.commands import GRACE_S
-from forebay.ingress.drain import SHUTTING_DOWN
 from forebay.ingress.errors import ApiError, deadline_exceeded
 from forebay.ingress.finder import FoundRequest
 from forebay.ingress.front import BACKGROUND_MAX
@@ -179,7 +178,7 @@ class OneResponse(Response):
         """Cancel a request whose client reads no more, after the grace time if it may resume the stream."""
         if cut == TIMED_OUT or not (self._is_started and self._fold.stream):
             self._group.cancel(request_id, cut or DISCONNECTED)
-        elif cut != SHUTTING_DOWN:  # otherwise the owner cancels the request when it has lost this ingress
+        else:
             self._group.cancel_later(request_id, cut or DISCONNECTED)
 
     async def _keep(self, recorder: Recorder) -> None:
@@ -548,7 +547,7 @@ class AttachedResponse(_OrderedResponse):
                 self._end(request_id, stream, index)
 
     def _abandon(self, request_id: str, cut: str | None) -> None:
-        if cut not in (SHUTTING_DOWN, TIMED_OUT):  # after the deadline, only the owner ends the request
+        if cut != TIMED_OUT:  # after the deadline, only the owner ends the request
             self._group.cancel_later(request_id, cut or DISCONNECTED)
 
     def _take(self) -> list[StreamEvent]:
