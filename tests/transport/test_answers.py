@@ -1,5 +1,6 @@
 """Storing, loading and deleting responses on the topic `answers`."""
 
+import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -88,6 +89,17 @@ async def test_a_deleted_answer_is_deleted_everywhere(log: SqliteLog, store: Ans
     pieces = log.records(ANSWERS.name, CONTENT, 0, 9)
     assert len({record.key for record in pieces}) == is_stored
     assert not pieces or not pieces[-1].value
+
+
+async def test_an_answer_that_is_deleted_while_it_is_stored_stays_deleted(log: SqliteLog, store: AnswerStore) -> None:
+    async with opened(log) as other:
+        storing = asyncio.create_task(store.store("a", AT, content(CHUNK_BYTES_MAX)))
+        await until(lambda: log.next_offset(ANSWERS.name, CONTENT))
+        await other.delete("a", AT)
+        await storing
+        await until(lambda: other.position == log.next_offset(ANSWERS.name, INDEX))
+        for one in (store, other):
+            assert isinstance(await one.load("a", AT), AnswerDeleted)
 
 
 async def test_an_expired_answer_is_gone(store: AnswerStore) -> None:

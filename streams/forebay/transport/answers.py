@@ -14,7 +14,7 @@ import logging
 import zlib
 from array import array
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import msgspec
 
@@ -98,6 +98,8 @@ class AnswerStore:
         self._end = 0  # of the index when this process began to follow it
         self._began = asyncio.Event()
         self._moved = asyncio.Event()
+        self._storing: Counter[RequestLocation] = Counter()
+        self._deleted: set[RequestLocation] = set()  # while they were stored
 
     async def run(self) -> None:
         """Follow the index until cancelled. Raises LogError."""
@@ -134,8 +136,19 @@ class AnswerStore:
 
     async def store(self, request_id: str, location: RequestLocation, content: AnswerContent) -> None:
         """Store a response unless it is stored or deleted already. Raises AnswerTooLarge or LogError."""
-        if await self._indexed(request_id, location) is not None:
-            return
+        self._storing[location] += 1
+        try:
+            if await self._indexed(request_id, location) is None:
+                await self._store(request_id, location, content)
+                if location in self._deleted:  # before the newest index record, so it must be deleted again
+                    await self.delete(request_id, location)
+        finally:
+            self._storing[location] -= 1
+            if not self._storing[location]:
+                del self._storing[location]
+                self._deleted.discard(location)
+
+    async def _store(self, request_id: str, location: RequestLocation, content: AnswerContent) -> None:
         packed, size = await runtime.offload(_packed, content)
         upload, offsets = runtime.random_id(), []
         for index, at in enumerate(range(0, len(packed), CHUNK_BYTES_MAX)):
@@ -222,6 +235,9 @@ class AnswerStore:
             logger.warning("ignored record %d of the index of %s: %s", record.offset, ANSWERS.name, error)
         else:
             self._known[event.partition].set(event.offset, record.offset)
+            location = RequestLocation(event.partition, event.offset)
+            if isinstance(event, AnswerDeleted) and location in self._storing:
+                self._deleted.add(location)
 
 
 def _packed(content: AnswerContent) -> tuple[bytes, int]:
