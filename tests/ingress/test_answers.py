@@ -23,7 +23,7 @@ from forebay.ingress import finder, group
 from forebay.ingress.front import Front
 from forebay.ingress.http.app import build_app
 from forebay.ingress.metrics import IngressMetrics
-from forebay.ingress.streams import VIEWS_MAX
+from forebay.ingress.streams import VIEWS_MAX, Stream
 from forebay.transport.base import Draft
 from tests.harness.only_model import OnlyModel
 from tests.ingress.conftest import (
@@ -31,6 +31,7 @@ from tests.ingress.conftest import (
     EMBED,
     HEADERS,
     NAME,
+    RESPONSES,
     SLOT,
     TEXT,
     Scene,
@@ -81,6 +82,18 @@ class Ingresses(Scene):
             lines = response.aiter_lines()
             received = [await anext(lines) for _ in range(3 * len(self.model.encode(output)))]
         return await beginning, "\n".join([*received, ""])
+
+    def locate(self, request: RequestSubmitted, earlier: int, slot: int = SLOT) -> None:
+        """Play the owner, which knows the idempotency key of a request from the request at the offset `earlier`."""
+        event = RequestLocated(
+            request_id=request.request_id,
+            partition=0,
+            offset=earlier,
+            owner_epoch=1,
+            group=NAME,
+            reply_key=request.reply_key,
+        )
+        self.log.append_soon([Draft(TOKENS.name, slot, encode(TOKENS, event))])
 
     def submissions(self) -> list[RequestSubmitted]:
         return self.requests(RequestSubmitted)
@@ -426,15 +439,8 @@ async def repeated(both: Ingresses, body: dict[str, Any], earlier: int, key: str
     pending = asyncio.create_task(both.other.post(TEXT, json=body, headers={"idempotency-key": key}))
     await until(lambda: len(both.submissions()) > known or pending.done())
     for request in both.submissions()[known:]:
-        event = RequestLocated(
-            request_id=request.request_id,
-            partition=0,
-            offset=earlier,
-            owner_epoch=1,
-            group=NAME,
-            reply_key=request.reply_key,
-        )
-        both.log.append_soon([Draft(TOKENS.name, SLOT + 1, encode(TOKENS, event))])
+        if request.idempotency_key:
+            both.locate(request, earlier, SLOT + 1)
     return await pending
 
 
@@ -460,11 +466,64 @@ async def test_a_repeated_request_gets_the_response_of_the_first(both: Ingresses
     slot = both.log.next_offset(TOKENS.name, SLOT)
     both.log.trim(TOKENS.name, SLOT, slot, slot)
     assert (await repeated(both, body, 0)).text == whole.text
-    keys = [request.idempotency_key for request in both.submissions()]
-    count = len(requests)
-    assert keys[:count] == keys[count : 2 * count]
-    assert len(set(keys)) == count
-    assert not both.requests(RequestCancelled)
+    keys = {request.request_id: request.idempotency_key for request in both.submissions()}
+    first, second, *_ = (key for key in keys.values() if key)
+    assert first == second
+    cancelled = {one.request_id for one in both.requests(RequestCancelled)}
+    assert all(keys[one.request_id] for one in requests[:1])
+    assert not any(keys[name] for name in cancelled), "only later parts of a repetition run, until it is located"
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+async def test_a_stream_with_first_events_is_repeated_once(
+    both: Ingresses, monkeypatch: pytest.MonkeyPatch, *, is_silent: bool
+) -> None:
+    """The Responses API has events before any output, and a head is sent while the owner is silent."""
+    body = {"model": NAME, "input": "Hello", "stream": True, "store": False}
+    pending = both.start(RESPONSES, body, **{"idempotency-key": "k"})
+    both.reply((await both.next_request()).request_id, "the river")
+    whole = await pending
+    if is_silent:
+        monkeypatch.setattr("forebay.ingress.http.response.SILENT_S", 0.001)
+
+    async def locate() -> None:
+        both.locate(await both.next_request(), 0)
+
+    locating = None if is_silent else asyncio.create_task(locate())
+    received = b""
+    async with (
+        both.http_client(**HEADERS) as (client, _),
+        client.stream("POST", RESPONSES, json=body, headers={"idempotency-key": "k"}) as again,
+    ):
+        async for part in again.aiter_bytes():
+            received += part
+            if locating is None:
+                locating = asyncio.create_task(locate())
+    assert events_of(httpx.Response(200, content=received)) == events_of(whole)
+
+
+async def test_a_repetition_is_read_as_the_first_request(both: Ingresses) -> None:
+    """A client that repeats a request with the same `x-request-id` finds the newest one."""
+    body, headers = text(**STREAM), {"idempotency-key": "k", "x-request-id": "order-7"}
+    for count in (1, 2):
+        pending = both.start(TEXT, body, **headers)
+        request = await both.next_request()
+        if count == 1:
+            both.reply(request.request_id, "the river")
+        else:
+            both.locate(request, 0)
+        whole = await pending
+    assert (await resumed(both.other, "order-7")).text == whole.text
+    last = event_ids(whole)[0]
+    assert events_of(await resumed(both.other, "order-7", last)) == events_of(whole)[1:]
+
+
+async def test_a_response_that_was_located_before_it_is_read_is_ready() -> None:
+    stream = Stream(7)
+    stream.locate(RequestLocated(request_id="r", partition=0, offset=0, owner_epoch=1, group=NAME, reply_key=7))
+    ready = asyncio.ensure_future(stream.ready())
+    await asyncio.sleep(0)
+    assert ready.done()
 
 
 async def test_a_key_with_another_body_is_refused(both: Ingresses) -> None:

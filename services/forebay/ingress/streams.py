@@ -64,8 +64,10 @@ class Stream(ResponseState):
         self.notify()
 
     async def ready(self) -> None:
-        """Wait until the stream has tokens, has a gap (missing events), has ended, or was interrupted."""
+        """Wait until the stream has tokens, has a gap (missing events), has ended, was located, or was interrupted."""
         if self.tokens or self.gap or self.ended is not None or self.interrupt_reason is not None:
+            return
+        if self.located is not None:
             return
         self._waiter = asyncio.get_running_loop().create_future()
         try:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from forebay import runtime
-from forebay.events.request_ids import part_ids
+from forebay.events.request_ids import RequestLocation, part_ids
 from forebay.ingress.admission import IngressAdmission
 from forebay.ingress.errors import invalid
 from forebay.ingress.finder import FoundRequest, RequestFinder
@@ -62,7 +62,7 @@ def add_answers(app: FastAPI, front: Front, finder: RequestFinder) -> None:
             found = await finder.find(request_id)
             if found.rendering.api == "embeddings":
                 raise invalid("embeddings have no stream; read the whole response", code="unsupported_parameter")
-            return AttachedResponse(found, began_s, stream=True, after=after)
+            return _attached(finder, found, began_s, stream=True, after=after)
 
         return await admitted(front, respond)
 
@@ -72,7 +72,7 @@ def add_answers(app: FastAPI, front: Front, finder: RequestFinder) -> None:
 
         async def respond() -> Response:
             began_s = runtime.monotonic_s()
-            return AttachedResponse(await finder.find(request_id), began_s, stream=False)
+            return _attached(finder, await finder.find(request_id), began_s, stream=False)
 
         return await admitted(front, respond)
 
@@ -89,6 +89,17 @@ def add_answers(app: FastAPI, front: Front, finder: RequestFinder) -> None:
         cancel_request(found)
         await front.answers.delete(found.request_id, found.location)
         return _done(request_id, "deleted")
+
+
+def _attached(
+    finder: RequestFinder, found: FoundRequest, began_s: float, *, stream: bool, after: LastEvent | None = None
+) -> Response:
+    """Return the response to a request, or to the earlier one that it repeats with an idempotency key."""
+
+    async def replay(location: RequestLocation) -> Response:
+        return _attached(finder, await finder.at(location), began_s, stream=stream, after=after)
+
+    return AttachedResponse(found, began_s, stream=stream, after=after, replay=replay)
 
 
 def cancel_request(found: FoundRequest) -> None:

@@ -32,11 +32,13 @@ class Idempotency(NamedTuple):
     body_hash: int
 
     def applied(self, group: str, parts: Sequence[RequestSubmitted]) -> list[RequestSubmitted]:
-        """Return the submissions of a request with the key in a group. Each part has a key hash of its own."""
-        return [
-            replace(part, idempotency_key=self._hash(group, index), body_hash=self.body_hash)
-            for index, part in enumerate(parts)
-        ]
+        """Return the submissions of a request with the key in a group.
+
+        Only the first part has the key. If all had one, a failed first part would free its key, and the parts that had
+        finished would keep theirs, so a repetition would run without them.
+        """
+        first, *others = parts
+        return [replace(first, idempotency_key=self._hash(group), body_hash=self.body_hash), *others]
 
     def require_same_body(self, earlier: RequestSubmitted) -> None:
         """Raise ApiError (409) if the earlier request with this key has another body."""
@@ -44,9 +46,9 @@ class Idempotency(NamedTuple):
             text = f"the {HEADER} {self.key!r} was used for a request with another path or body; use a new key"
             raise ApiError(409, "idempotency_key_reused", text, HEADER)
 
-    def _hash(self, group: str, index: int) -> int:
+    def _hash(self, group: str) -> int:
         digest = blake2b(digest_size=U64_BYTES)
-        for part in (self.secret, group.encode(), self.key.encode(), str(index).encode()):
+        for part in (self.secret, group.encode(), self.key.encode()):
             digest.update(len(part).to_bytes(U64_BYTES, "little") + part)
         return int.from_bytes(digest.digest(), "little") or 1  # 0 means no key
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from forebay import runtime
 from forebay.events.request_ids import RequestLocation, public_id
@@ -135,7 +135,8 @@ class OneResponse(Response):
             )
         if not status:
             assert self._replay is not None, "only requests with an idempotency key are located"
-            await (await self._replay(location))(scope, receive, send)
+            replayed = await self._replay(location)
+            await replayed(scope, receive, _without_head(send) if self._is_started else send)
         elif self._recorder is not None:
             await self._keep(self._recorder)
 
@@ -262,8 +263,8 @@ class OneResponse(Response):
     async def _next(self) -> list[StreamEvent]:
         """Return the next events of the response, none after a silence. Raises ApiError or _ClientGone."""
         stream, fold = self._stream, self._fold
-        if events := self._events:
-            self._events = []
+        if self._events and not self._first.idempotency_key:  # otherwise the owner may locate an earlier request
+            events, self._events = self._events, []
             return events
         while True:
             if fold.error is not None:
@@ -276,6 +277,8 @@ class OneResponse(Response):
             if stream.tokens:
                 self._observe_tokens()
             if events := fold.step(stream):
+                if self._events:
+                    events, self._events = self._events + events, []
                 return events
             if fold.error is None and stream.interrupt_reason is not None:
                 raise self._interruption(stream.interrupt_reason)
@@ -500,13 +503,14 @@ class AttachedResponse(_OrderedResponse):
         stream: bool | None = None,
         after: LastEvent | None = None,
         headers: Sequence[tuple[bytes, bytes]] = (),
+        replay: Replay | None = None,
     ) -> None:
         first, rendering = found.first, found.rendering
         if stream is None:
             stream = rendering.stream
         fold = found.loaded.fold(replace(first, rendering=replace(rendering, stream=stream)))
         recorder = Recorder() if rendering.is_kept and found.content is None else None
-        super().__init__(found.loaded.group, fold, first, began_s, recorder=recorder)
+        super().__init__(found.loaded.group, fold, first, began_s, recorder=recorder, replay=replay)
         self._more_headers = headers
         self._found = found
         self._after = after
@@ -603,6 +607,16 @@ class _Repeated(Exception):
 
 class _ClientGone(Exception):
     pass
+
+
+def _without_head(send: Send) -> Send:
+    """Return a `send` for the body of a stream whose head was sent during a silence."""
+
+    async def send_body(message: Message) -> None:
+        if message["type"] != "http.response.start":
+            await send(message)
+
+    return send_body
 
 
 async def wait_for_disconnect(receive: Receive, on_disconnect: Callable[[str], None]) -> None:
