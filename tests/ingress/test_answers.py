@@ -554,3 +554,22 @@ async def test_a_key_depends_on_the_api_key(both: Ingresses) -> None:
     keys = [request.idempotency_key for request in both.submissions()]
     assert keys[0] == keys[2] != keys[1]
     assert len({request.body_hash for request in both.submissions()}) == 1
+
+
+async def test_a_disconnection_does_not_end_the_request_of_a_repetition(both: Ingresses) -> None:
+    """A client without a head is cancelled at once, unless its retry waits for the response, here or elsewhere."""
+    body, headers = text(stream=False), {"idempotency-key": "k"}
+    async with both.http_client(**HEADERS) as (client, _):
+        pending = asyncio.create_task(client.post(TEXT, json=body, headers=headers))
+        request = await both.next_request()
+        again = both.start(TEXT, body, **headers)
+        both.locate(await both.next_request(), 0)
+        await until(lambda: both.requests(RequestResumed))
+        views = both.front.slot.views
+        await until(lambda: [view for view in views if view.caught_up.is_set()])
+        pending.cancel()
+        await asyncio.gather(pending, return_exceptions=True)
+    await until(lambda: request.request_id not in both.group.replies)
+    both.reply(request.request_id, "the river")
+    assert (await again).status_code == 200
+    assert not both.requests(RequestCancelled)

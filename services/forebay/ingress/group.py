@@ -239,12 +239,12 @@ class GroupClient:
             if not self.settings.has_lease:
                 self.cancel(request_id, reason, unless_resumed=True)
             return
+        asyncio.get_running_loop().call_later(RESUME_GRACE_S, partial(self.cancel_unread, request_id, reason))
 
-        def cancel() -> None:
-            if not self.front.slots.is_read(self.settings.model_name, request_id):
-                self.cancel(request_id, reason, unless_resumed=True)
-
-        asyncio.get_running_loop().call_later(RESUME_GRACE_S, cancel)
+    def cancel_unread(self, request_id: str, reason: str) -> None:
+        """Cancel a request unless a client reads its response here or elsewhere."""
+        if not self.front.slots.is_read(self.settings.model_name, request_id):
+            self.cancel(request_id, reason, unless_resumed=True)
 
     def resume(self, request_id: str) -> None:
         """Append that a request waits for this ingress from now on, if the owner can read that."""

@@ -177,8 +177,10 @@ class OneResponse(Response):
 
     def _abandon(self, request_id: str, cut: str | None) -> None:
         """Cancel a request whose client reads no more, after the grace time if it may resume the stream."""
-        if cut == TIMED_OUT or not (self._is_started and self._fold.stream):
-            self._group.cancel(request_id, cut or DISCONNECTED)
+        if cut == TIMED_OUT:
+            self._group.cancel(request_id, cut)
+        elif not (self._is_started and self._fold.stream):
+            self._group.cancel_unread(request_id, cut or DISCONNECTED)  # a repetition may wait for the response, too
         else:
             self._group.cancel_later(request_id, cut or DISCONNECTED)
 
