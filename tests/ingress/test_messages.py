@@ -18,6 +18,7 @@ from forebay.ingress.formatter import ServingInfo, SseEvent, WholeChoice
 from forebay.ingress.messages.body import MessagesBody
 from forebay.ingress.messages.formatter import MessagesFormatter
 from forebay.ingress.openai.fields import parse
+from forebay.ingress.openai.requests import PARTS_MAX
 from forebay.ingress.parsers.deltas import OutputDelta, ToolCallDelta
 from tests.ingress.conftest import COUNT_TOKENS, HELLO, MESSAGES, MODULE_LOOP, NAME, Scene, make_scene
 
@@ -204,6 +205,14 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
     assert (chat.continue_final_message, chat.stop_strings, chat.size_bytes) == (True, ["."], found.size_bytes)
 
 
+def test_all_blocks_count_in_their_limit() -> None:
+    text = {"type": "text", "text": "x"}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [text] * PARTS_MAX}
+    for fields in (user(result), {"system": [text] * PARTS_MAX, **user(text)}):
+        with pytest.raises(ApiError, match=f"{PARTS_MAX + 1:,} blocks"):
+            body(**fields)
+
+
 def test_images_do_not_count_in_the_limit_of_text() -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "A" * 5_000}}
     result = {"type": "tool_result", "tool_use_id": "c", "content": [image, {"type": "text", "text": "x" * 5_000}]}
@@ -303,6 +312,17 @@ class Refused(NamedTuple):
         Refused(user({"type": "text"}), "messages[0].content[0].text is missing", "invalid_value"),
         Refused(user({"type": "text", "text": "x", "id": "y"}), "messages[0].content[0].id is not", "invalid_value"),
         Refused(user({"type": "text", "text": "x", "y": 1}), "'messages[0].content[0].y'", "unknown_parameter"),
+        Refused(
+            user({"type": "text", "text": "x", "is_error": True, "thinking": "y", "name": "y", "tool_use_id": "y"}),
+            "messages[0].content[0].thinking is not",
+            "invalid_value",
+        ),
+        Refused(user(), "messages[0].content is empty", "invalid_value"),
+        Refused(
+            user({"type": "image", "source": {"type": "base64", "media_type": "x", "data": "x", "url": "x"}}),
+            "content[0].source.url is not allowed",
+            "invalid_value",
+        ),
         Refused(user(IMAGE), "messages[0].content[0].source: this model does not support images"),
         Refused(
             user({"type": "image", "source": {"type": "file"}}),

@@ -151,6 +151,12 @@ def test_a_response_without_text_has_an_empty_message() -> None:
     assert (message.type, message.content[0].text) == ("message", "")
 
 
+def test_reasoning_has_at_most_the_tokens_of_the_output() -> None:
+    # The last token's text ends with a character that was kept back because a tag may begin with it.
+    usage = streamed([OutputDelta(reasoning="x")] * (USAGE.output_tokens + 1))[-1].response.usage
+    assert usage.output_tokens_details.reasoning_tokens == USAGE.output_tokens
+
+
 def test_an_error_ends_a_stream_with_a_failed_response() -> None:
     made = formatter()
     events = [*made.begin(), *made.delta(0, OutputDelta("Yes"))]

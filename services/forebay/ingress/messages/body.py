@@ -67,6 +67,9 @@ class ImageSource(Body):
         for name in SOURCES[self.type]:
             if getattr(self, name) is None:
                 raise invalid(f"{where}.{name} is missing", f"{where}.{name}")
+        for name in ImageSource.model_fields:
+            if name not in ("type", *SOURCES[self.type]) and getattr(self, name) is not None:
+                raise invalid(f"{where}.{name} is not allowed in a source of type {self.type}", f"{where}.{name}")
         return self.url or f"data:{self.media_type};base64,{self.data}"
 
 
@@ -105,8 +108,8 @@ class Block(Body):
         for name in FIELDS[self.type]:
             if getattr(self, name) is None and name not in OPTIONAL:
                 raise invalid(f"{where}.{name} is missing", f"{where}.{name}")
-        for name in Block.model_fields.keys() - {"type", *FIELDS[self.type]}:
-            if getattr(self, name) is not None:
+        for name in Block.model_fields:
+            if name not in ("type", *FIELDS[self.type]) and getattr(self, name) is not None:
                 raise invalid(f"{where}.{name} is not allowed in a block of type {self.type}", f"{where}.{name}")
 
 
@@ -241,7 +244,11 @@ class MessagesBody(RoutedBody):
 
     @model_validator(mode="after")
     def _check(self) -> "MessagesBody":
-        blocks = sum(len(one.content) for one in self.messages if isinstance(one.content, list))
+        lists = [
+            content for content in (self.system, *(one.content for one in self.messages)) if isinstance(content, list)
+        ]
+        results = [one.content for blocks in lists for one in blocks if isinstance(one.content, list)]
+        blocks = sum(map(len, lists + results))
         if blocks > PARTS_MAX:
             raise invalid(f"messages have {blocks:,} blocks; the limit is {PARTS_MAX:,}", "messages")
         if self.nvext is not None and self.nvext.extra_fields:
@@ -256,6 +263,8 @@ class MessagesBody(RoutedBody):
         chat.add("system", "system", self.system or [])
         for at, message in enumerate(self.messages):
             reject_extra(message, f"messages[{at}].")
+            if message.content == []:
+                raise invalid(f"messages[{at}].content is empty; give it a text or a block", f"messages[{at}].content")
             chat.add(f"messages[{at}].content", message.role, message.content)
         last = self.messages[-1]
         continues = last.role == "assistant"

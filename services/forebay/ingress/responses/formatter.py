@@ -56,7 +56,7 @@ class _Item:
         self.place: dict[str, Any] = {"item_id": self.id, "output_index": index}
         if call is None:
             self.place["content_index"] = 0
-        # A delta event is `head`, its number, `middle`, its text, and the log probabilities of a message.
+        # A delta event is `head`, its number, its text, and the log probabilities of a message.
         self.head = _encode({"type": f"{TEXT_EVENTS[kind]}.delta", **self.place})[:-1] + b',"sequence_number":'
         self.texts: list[str] = []
         self.logprobs: list[DecodedLogprob] = []
@@ -144,7 +144,8 @@ class ResponsesFormatter(Formatter):
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            # The end may add text that was kept back, without a token.
+            "output_tokens_details": {"reasoning_tokens": min(self._reasoning_tokens, usage.output_tokens)},
             "total_tokens": usage.prompt_tokens + usage.output_tokens,
         }
         self._emit(f"response.{self._status}", response=self.plain())
