@@ -130,7 +130,7 @@ class Composer:
         delta = self._parser.push(text, token_ids)
         if self.stop:
             delta = merge_deltas([delta, self._parser.finish()])
-        return self._record_calls(delta, decoded)
+        return self._record_calls(delta, decoded) if delta.calls or decoded else delta
 
     def finish(self) -> OutputDelta:
         text, self._echo = self._echo + self._text.finish(), ""
