@@ -5,6 +5,7 @@ client chose (`x-request-id`), or the id on the log without a location, is searc
 """
 
 import asyncio
+import contextlib
 from typing import NamedTuple
 
 from forebay.events.answers import AnswerContent, AnswerDeleted
@@ -24,10 +25,12 @@ from forebay.events.topics import REQUESTS
 from forebay.ingress.errors import ApiError
 from forebay.ingress.loaded_model import LoadedModel
 from forebay.ingress.served_models import ServedModels
-from forebay.transport.base import Record, event_of, newest_first
+from forebay.transport.base import Log, LogError, LogUnavailable, Record, event_of, newest_first
 
 SEARCHED_MAX = 100_000  # records per search, which takes seconds; one search runs at a time
 OFFSETS_MAX = 1 << 62
+PAGE_RECORDS = 64
+FOUND_MAX = 1_024  # records in memory during simultaneous lookups
 
 
 class FoundRequest(NamedTuple):
@@ -59,6 +62,7 @@ class RequestFinder:
         self._models = models
         self._log = models.front.log
         self._answers = models.front.answers
+        self._reader = _RecordReader(models.front.log)
         self._searching = asyncio.Lock()
 
     async def find(self, given: str) -> FoundRequest:
@@ -102,11 +106,15 @@ class RequestFinder:
         partition, offset = location
         if partition not in self._models.partitions() or offset >= OFFSETS_MAX:
             return None
-        if offset < await self._log.begin(REQUESTS.name, partition):
+        try:
+            return await self._reader.at(partition, offset)
+        except LogUnavailable:
+            raise
+        except LogError:
+            if offset >= await self._log.begin(REQUESTS.name, partition):
+                raise
             text = "retention has removed the records of this time, and the answer was not kept or has expired"
-            raise ApiError(410, "answer_expired", text)
-        records = await self._log.read(REQUESTS.name, partition, offset, 1)
-        return records[0] if records and records[0].offset == offset else None
+            raise ApiError(410, "answer_expired", text) from None
 
     async def _search(self, given: str) -> tuple[str, RequestLocation]:
         """Return id and location of the newest request with an id that has no location. Raises ApiError (404)."""
@@ -127,6 +135,42 @@ class RequestFinder:
                         found = whole_id(first.request_id, first.rendering.parts)
                         return found, RequestLocation(partition, record.offset)
         raise _unknown(given)
+
+
+class _RecordReader:
+    """Reads single records of `requests`. Lookups at the same time share pages.
+
+    The clients of a lost ingress reconnect together, and their requests are close to each other. A read at a random
+    offset of Kafka takes several milliseconds.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._reading = asyncio.Lock()
+        self._lookups = 0
+        self._found: dict[tuple[int, int], Record] = {}
+
+    async def at(self, partition: int, offset: int) -> Record | None:
+        """Return the record at an offset, None if there is none. Raises LogError, also if retention removed it."""
+        self._lookups += 1
+        try:
+            async with self._reading:
+                if (partition, offset) not in self._found and self._lookups > 1:
+                    with contextlib.suppress(LogError):  # retention may have removed the begin of the page
+                        await self._read(partition, offset - offset % PAGE_RECORDS, PAGE_RECORDS)
+                if (partition, offset) not in self._found:
+                    await self._read(partition, offset, 1)
+                return self._found.get((partition, offset))
+        finally:
+            self._lookups -= 1
+            if not self._lookups:
+                self._found = {}  # prompts are large
+
+    async def _read(self, partition: int, offset: int, count: int) -> None:
+        if len(self._found) >= FOUND_MAX:
+            self._found = {}
+        for record in await self._log.read(REQUESTS.name, partition, offset, count):
+            self._found[partition, record.offset] = record
 
 
 def _first_part(record: Record) -> RequestSubmitted | None:

@@ -3,8 +3,8 @@
 The buffer of a request needs no limit of its own, because an engine generates at most `max_tokens`.
 
 Theory of operation. A response that another ingress or connection began is read by a `View`, from an offset in the
-past. One task per slot reads the history up to the position of the live dispatch, in one pass for all views that wait
-at that moment. Then the views join the live dispatch at exactly this position, so they miss nothing and get nothing
+past. One task per slot reads the history up to the position of the live dispatch, in one pass for all views that wait.
+Then the views join the live dispatch at exactly this position, so they miss nothing and get nothing
 twice. Slots that other ingresses read are followed only while a view needs them.
 """
 
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 READ_MAX = 256  # records per iteration of the event loop
 VIEWS_MAX = 8  # of one response at a time, because each event of the slot is applied to every layer of views
-# Records of one pass, which take a few seconds of CPU time. A slot has a few hundred records per second under load, so
-# responses that began about ten minutes ago can still be read.
-PASS_RECORDS_MAX = 200_000
+# Records before the live position that are read for a view, which takes a few seconds of CPU time. A slot has a few
+# hundred records per second under load, so responses that began about ten minutes ago can still be read.
+HISTORY_MAX = 200_000
 EXPIRED = "the output of the request was removed from the log by retention"
 UNREACHABLE = (
-    f"the output of the request began more than {PASS_RECORDS_MAX:,} records ago; only a kept answer, for example of a"
+    f"the output of the request began more than {HISTORY_MAX:,} records ago; only a kept answer, for example of a"
     ' request with `forebay: {"detach": true}`, can be read for longer'
 )
 NOT_OPEN = (0, None)
@@ -103,6 +103,7 @@ class ReplySlot:
         self._log = log
         self._moved = asyncio.Event()
         self._waiting: list[View] = []
+        self._arrived: list[TokenEvent] | None = None  # events dispatched during a pass
         self._catching_up: asyncio.Task[None] | None = None
         self._readers: dict[str, ReplyReader] = {}
         self._wake = asyncio.Event()
@@ -155,54 +156,65 @@ class ReplySlot:
 
     async def _catch_up(self) -> None:
         while self._waiting:
-            views, self._waiting = self._waiting, []
+            views: list[View] = []
             try:
                 await self._read_history(views)
             except LogError as error:
                 for view in views:
                     view.interrupt(str(error))
+            self._arrived = None
 
     async def _read_history(self, views: "list[View]") -> None:
-        """Fill views with the records before the live position, until the responses have ended; then let them join."""
-        begin, end = await self._log.begin(TOKENS.name, self.number), await self._log.end(TOKENS.name, self.number)
-        while self.position < end:  # a client may have read these records at another ingress
-            await self._moved.wait()
+        """Fill views with the records before the live position, until their responses have ended; then let them join.
+
+        Views that wait when a page was read join the pass if they begin in this page or later. They are added to
+        `views`.
+        """
         history: dict[str, Layers] = {}
-        for view in views:
-            if view.offset < begin:
-                view.interrupt(EXPIRED)
-            else:
-                history.setdefault(view.group, Layers()).add(view.streams)
-        at = read = 0
-        while True:
+        arrived = self._arrived = list[TokenEvent]()  # during the pass, because the log may grow as fast as it is read
+        until = self.position
+        begin = await self._log.begin(TOKENS.name, self.number)
+        at = max(begin, min(view.offset for view in self._waiting))
+        self._admit(at, begin, views, history)
+        while views and at < until:
+            records = await self._log.read(TOKENS.name, self.number, at, min(READ_MAX, until - at))
+            self._admit(at, begin, views, history)
+            for record in records:
+                event = self._decode(record.value) if record.offset < until else None
+                if event is not None and event.group in history:
+                    history[event.group].apply(event, event.group)
+            at = min(until, records[-1].offset + 1) if records else until
             for view in views:
                 if view.has_ended:
                     view.caught_up.set()
-            views = [view for view in views if not view.has_ended]
-            if not views:
-                return
-            at = max(at, min(view.offset for view in views))
-            if at >= self.position:
-                for view in views:
-                    self.reader(view.group).layers.add(view.streams)
-                    view.caught_up.set()
-                return
-            if read >= PASS_RECORDS_MAX:
-                for view in views:
-                    if view.offset < at:
-                        view.interrupt(UNREACHABLE)
-                    else:
-                        self._waiting.append(view)
-                return
-            position = self.position
-            records = await self._log.read(TOKENS.name, self.number, at, min(READ_MAX, position - at))
-            for record in records:
-                event = self._decode(record.value) if record.offset < position else None
-                if event is not None and event.group in history:
-                    history[event.group].apply(event, event.group)
-            at = min(position, records[-1].offset + 1) if records else position
-            read += len(records)
+                elif at - view.offset >= HISTORY_MAX:
+                    view.interrupt(UNREACHABLE)
+            views[:] = [view for view in views if not view.has_ended]
+            at = max(at, min((view.offset for view in views), default=until))
             await asyncio.sleep(0)
+        # A client may have read records at another ingress that this one has not dispatched yet.
+        end = await self._log.end(TOKENS.name, self.number)
+        while self.position < end:
+            await self._moved.wait()
+        for event in arrived:
+            if event.group in history:
+                history[event.group].apply(event, event.group)
+        for view in views:
+            if not view.has_ended:
+                self.reader(view.group).layers.add(view.streams)
+            view.caught_up.set()
+
+    def _admit(self, at: int, begin: int, views: "list[View]", history: "dict[str, Layers]") -> None:
+        """Move waiting views that begin at an offset or later to a pass. Interrupt those before the first record."""
+        waiting, self._waiting = self._waiting, []
+        for view in waiting:
+            if view.offset < begin:
+                view.interrupt(EXPIRED)
+            elif view.offset < at:
+                self._waiting.append(view)
+            else:
+                history.setdefault(view.group, Layers()).add(view.streams)
+                views.append(view)
 
     def interrupt_all(self, reason: str) -> None:
         """Interrupt every request, view, route query and command in flight."""
@@ -215,6 +227,8 @@ class ReplySlot:
         event = self._decode(value)
         if event is None:
             return
+        if self._arrived is not None:
+            self._arrived.append(event)
         reader = self._readers.get(event.group)
         if reader is not None:
             reader.apply(event)

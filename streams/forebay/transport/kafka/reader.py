@@ -9,7 +9,7 @@ import asyncio
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
-from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS
+from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS, TOKENS
 from forebay.transport.base import LogError, LogUnavailable, Record
 from forebay.transport.kafka.consumer import DenseConsumer
 from forebay.transport.kafka.errors import explain, log_error
@@ -19,6 +19,9 @@ from forebay.transport.kafka.tail import record_of
 
 POLL_MS = 100  # between two checks whether compaction removed the remaining records
 FETCH_BYTES = 4 << 20
+# After the newest records of a partition, aiokafka fetches again. Until the broker has answered that, it gets no fetch
+# for another partition.
+FETCH_WAIT_MS = 10
 TRIES_MAX = REQUEST_MS // POLL_MS
 
 
@@ -31,7 +34,7 @@ class KafkaReader:
         self._starting = asyncio.Lock()
         self._consumer: DenseConsumer | None = None
         self._closed = False
-        self._topics = {settings.topic(topic.name) for topic in (*INPUTS, DECISIONS, SNAPSHOTS)}
+        self._topics = {settings.topic(topic.name) for topic in (*INPUTS, DECISIONS, SNAPSHOTS, TOKENS)}
         self._positions: dict[TopicPartition, int] = {}
         self._ends: dict[TopicPartition, int] = {}
 
@@ -87,6 +90,7 @@ class KafkaReader:
                 consumer = DenseConsumer(
                     **self._settings.client_options(),
                     max_partition_fetch_bytes=FETCH_BYTES,
+                    fetch_max_wait_ms=FETCH_WAIT_MS,
                     auto_offset_reset="none",
                     enable_auto_commit=False,
                 )
