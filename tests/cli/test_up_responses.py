@@ -57,6 +57,8 @@ def create(client: openai.OpenAI, **fields: Any) -> Any:
     assert [event.sequence_number for event in events] == list(range(len(events)))
     shapes = [[(item.type, item.status) for item in one.output] for one in (response, events[-1].response)]
     assert shapes[0] == shapes[1]
+    counts = [one.usage.output_tokens_details.reasoning_tokens for one in (response, events[-1].response)]
+    assert counts[0] == counts[1]
     assert (response.status, response.output_text) == (events[-1].response.status, events[-1].response.output_text)
     return response
 

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from forebay.events.codec import encode
 from forebay.events.heartbeats import RouterHeartbeat
-from forebay.events.request_ids import kafka_api_request_id, parse_public_id
+from forebay.events.request_ids import RequestLocation, kafka_api_request_id, parse_public_id, public_id
 from forebay.events.requests import RESUME_GRACE_S, RequestCancelled, RequestResumed, RequestSubmitted
 from forebay.events.tokens import Embedded, RequestLocated
 from forebay.events.topics import ANSWERS, REQUESTS, TOKENS
@@ -38,6 +38,7 @@ from tests.ingress.conftest import (
     chat,
     client_of,
     error,
+    events,
     make_scene,
     text,
 )
@@ -573,3 +574,22 @@ async def test_a_disconnection_does_not_end_the_request_of_a_repetition(both: In
     both.reply(request.request_id, "the river")
     assert (await again).status_code == 200
     assert not both.requests(RequestCancelled)
+
+
+async def test_a_stored_response_is_the_same_at_every_ingress(both: Ingresses) -> None:
+    pending = both.start(RESPONSES, {"model": NAME, "input": "Hello", "stream": True})
+    request = await both.next_request()
+    sent = both.emit_text(request.request_id, "the river")
+    assert request.rendering is not None
+    path = f"{RESPONSES}/{public_id(request.request_id, RequestLocation(0, 0))}"
+    resumed = asyncio.create_task(both.other.get(path, params={"stream": "true", "starting_after": 1}))
+    partial = (await both.other.get(path)).json()
+    assert (partial["status"], partial["output"][0]["content"][0]["text"]) == ("in_progress", "the river")
+    both.emit_text(request.request_id, " ran", first=sent)
+    both.end(request.request_id, reason="stop", output=sent + 1)
+    stream = (await pending).text
+    assert stream.endswith((await resumed).text)
+    assert len(event_ids(await pending)) == len(event_ids(await resumed)) + 2
+    last = events(await pending)[-1]
+    for client in (both.client, both.other):
+        assert (await client.get(path)).json() == last["response"]

@@ -216,6 +216,24 @@ def test_items_become_the_messages_of_a_chat() -> None:
     assert renamed.message == f"{renamed.param} is no image"
 
 
+def test_a_message_after_a_call_is_a_message_of_its_own() -> None:
+    call = {"type": "function_call", "call_id": "call_0", "name": "weather", "arguments": "{}"}
+    first, second = body(input=[call, call, {"role": "assistant", "content": "Done."}]).completion.chat()
+    assert (len(first["tool_calls"]), first["content"], second["content"]) == (2, None, "Done.")
+
+
+def test_only_a_stored_response_outlives_its_connection_and_keeps_its_input() -> None:
+    assert (body().outlives, json.loads(body().conversation)) == (True, [{"role": "user", "content": "Hello there"}])
+    assert (body(store=False).outlives, body(store=False).conversation) == (False, "")
+
+
+def test_a_conversation_that_is_too_long_is_refused() -> None:
+    with pytest.raises(ApiError, match="10,000 items"):
+        _ = body(input=[{"role": "user", "content": "a"}] * 10_000).completion
+    with pytest.raises(ApiError, match="set store to false"):
+        _ = body(input="a" * (8 << 20)).conversation
+
+
 class Rejected(NamedTuple):
     fields: dict[str, Any]
     param: str
@@ -237,7 +255,7 @@ def item(**fields: Any) -> dict[str, Any]:
         Rejected({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
         Rejected({"stream_options": {}}, "stream_options", "invalid_value"),
         Rejected({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-        Rejected({"text": {"verbosity": "low"}}, "text.verbosity"),
+        Rejected({"text": {"verbosity": "max"}}, "text.verbosity", "invalid_value"),
         Rejected({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "invalid_value"),
         Rejected({"tools": [{"type": "web_search"}]}, "tools[0]"),
         Rejected({"tools": [FUNCTION, {"type": "mcp", "server_label": "x"}]}, "tools[1]"),
@@ -360,6 +378,7 @@ async def test_a_repeated_background_response_is_the_first_one(scene: Scene, cli
     )
     scene.send(located)
     assert (await second).id == (await first).id
+    scene.end(request.request_id)
 
 
 async def test_an_item_reference_stands_for_the_item(scene: Scene, client: openai.AsyncOpenAI) -> None:
@@ -415,12 +434,15 @@ async def until_status(client: openai.AsyncOpenAI, response_id: str, status: str
 
 async def test_a_failed_response_is_read(scene: Scene, client: openai.AsyncOpenAI) -> None:
     queued = await client.responses.create(model=NAME, input="Hello", background=True)
-    scene.refuse((await scene.next_request()).request_id, 502, "worker_lost")
+    request = await scene.next_request()
+    scene.emit_text(request.request_id, " the river")
+    scene.refuse(request.request_id, 502, "worker_lost", attempt=1)
     response = await client.responses.retrieve(queued.id)
     while response.status != "failed":
         response = await client.responses.retrieve(queued.id)
     assert response.error is not None
-    assert (response.error.code, "worker_lost" in response.error.message) == ("server_error", True)
+    assert (response.error.code, response.output_text) == ("server_error", " the river")
+    assert response.error.message.startswith("worker_lost: ")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,19 @@ from forebay.ingress.tokenizer import CHARS_PER_TOKEN, INLINE_CHARS_MAX, PIECE_C
 from forebay.transport.base import Record
 from tests.depth import examples
 from tests.ingress import media_model
-from tests.ingress.conftest import BODY_MAX, CHAT, EMBED, MODULE_LOOP, NAME, ROUTE, TEXT, Scene, error, make_scene
+from tests.ingress.conftest import (
+    BODY_MAX,
+    CHAT,
+    EMBED,
+    MODULE_LOOP,
+    NAME,
+    RESPONSES,
+    ROUTE,
+    TEXT,
+    Scene,
+    error,
+    make_scene,
+)
 from tests.system import until
 
 CONTEXT = 2_000
@@ -225,6 +237,11 @@ async def test_images_have_a_higher_limit_than_text(tmp_path: Path) -> None:
     limits: dict[str, Any] = {"body_bytes_max": 100_000, "media_body_bytes_max": 400_000}
     async with make_scene(model, **limits) as scene:
         pending = scene.start(CHAT, image_body(200_000, 100))
+        scene.end((await scene.next_request()).request_id)
+        assert (await pending).status_code == 200
+        (image, _) = image_body(200_000, 100)["messages"][0]["content"]
+        part = {"type": "input_image", "image_url": image["image_url"]["url"]}
+        pending = scene.start(RESPONSES, {"model": NAME, "input": [{"role": "user", "content": [part]}]})
         scene.end((await scene.next_request()).request_id)
         assert (await pending).status_code == 200
         for body, option in (

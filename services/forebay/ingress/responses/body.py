@@ -99,8 +99,8 @@ class TextOptions(CheckedBody):
     """`text`: format of the output."""
 
     path = "text."
-    neutral: ClassVar[Neutral] = {"verbosity": (None, "medium")}
 
+    verbosity: Literal["low", "medium", "high"] | None = optional("No effect: the model determines it.")
     format: TextFormat | None = optional("Format that the output must have.")
 
 
@@ -333,7 +333,7 @@ class ResponsesBody(RoutedBody):
             "safety_identifier": self.safety_identifier,
             "service_tier": "default",
             "temperature": 1.0 if self.temperature is None else self.temperature,
-            "text": {"format": form, "verbosity": "medium"},
+            "text": {"format": form, "verbosity": (self.text and self.text.verbosity) or "medium"},
             "tool_choice": plain(self.tool_choice) or "auto",
             "tools": plain(self.tools or []),
             "top_logprobs": self.top_logprobs or 0,
