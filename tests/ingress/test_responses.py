@@ -28,6 +28,7 @@ from forebay.ingress.responses.formatter import ResponsesFormatter, response_of
 from tests.harness.field_tables import rows
 from tests.harness.sdk_types import validated
 from tests.ingress.conftest import NAME, RESPONSES, Scene, make_scene
+from tests.ingress.conftest import error as error_of
 
 ID = "resp_1~2~0.1f"
 SERVED = ServingInfo("r", "w1", 0, 1)
@@ -459,3 +460,12 @@ async def test_an_invalid_position_is_refused(scene: Scene, query: str) -> None:
         response = await finished(scene, client)
     found = await scene.client.get(f"{RESPONSES}/{response.id}?{query}")
     assert (found.status_code, found.json()["error"]["param"]) == (400, "starting_after")
+
+
+async def test_a_background_response_with_a_key_waits_for_the_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the owner knows whether the key is that of an earlier request."""
+    monkeypatch.setattr("forebay.ingress.http.response.GRACE_S", 0.0)
+    async with make_scene(timeout_s=0.05) as scene:
+        given = {"model": NAME, "input": "Hello", "background": True}
+        response = await scene.start(RESPONSES, given, **{"idempotency-key": "k"})
+    assert error_of(response) == (504, "deadline_exceeded")

@@ -13,7 +13,7 @@ from starlette.types import Message, Send
 
 from forebay import runtime
 from forebay.events.request_ids import parse_public_id
-from forebay.ingress.errors import ApiError, invalid
+from forebay.ingress.errors import ApiError, deadline_exceeded, invalid
 from forebay.ingress.finder import FoundRequest, RequestFinder
 from forebay.ingress.front import Front
 from forebay.ingress.group import GroupClient
@@ -31,7 +31,6 @@ ORDERS = ("asc", "desc")
 LISTED, LISTED_MAX = 20, 100  # input items per page, by default and at most, as OpenAI
 REFERRED_MAX = 64  # stored responses that one request refers to; each takes a few reads of the log
 
-
 _encode = msgspec.json.encode
 
 
@@ -39,8 +38,13 @@ class BackgroundResponse(OneResponse):
     """ASGI response that is sent once the request is on the log. The output is rendered afterwards, to be kept."""
 
     async def _send(self, send: Send) -> str:
-        if self._first.idempotency_key:
-            await self._stream.ready()  # the owner may locate an earlier request instead
+        if self._first.idempotency_key:  # the owner may locate an earlier request instead
+            try:
+                async with asyncio.timeout(self._wait_s):
+                    await self._stream.ready()
+            except TimeoutError:
+                await deadline_exceeded(self._group.settings.timeout_s).send(send)
+                return "error"
         if self._stream.located is None:
             encoded = _encode(_formatter(self._fold).plain() | {"status": "queued"})
             await send(self._start(JSON.encode(), len(encoded)))
@@ -60,6 +64,7 @@ class _Reader(AttachedResponse):
         self._work = asyncio.get_running_loop().create_task(self._run())
         try:
             await self._read(to_end=to_end)
+            self._count("success")
         finally:
             self._close()
         if self._recorder is not None:
