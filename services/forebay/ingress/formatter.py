@@ -6,7 +6,6 @@ the same bytes, whichever one the client has submitted the request to.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,8 +23,7 @@ class SseEvent(msgspec.Struct, frozen=True, gc=False):
     name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ServingInfo:
+class ServingInfo(msgspec.Struct, frozen=True):
     """How a request was served: by which workers, for the extension `forebay` of the response, and until what.
 
     Attributes:

@@ -10,7 +10,6 @@ event, and the part is the number of events of the choice since that token.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 
@@ -345,7 +344,7 @@ def fold_of(first: RequestSubmitted, rendering: Rendering, model: Model, parsers
     composers = []
     for index, name in enumerate(part_ids(request_id, rendering.parts)):
         echo = rendering.echo[index // per_prompt] if rendering.echo else ""
-        composers.append(replace(plan, echo=echo).composer(model, parsers, name))
+        composers.append(msgspec.structs.replace(plan, echo=echo).composer(model, parsers, name))
     return CompletionFold(first, rendering, composers)
 
 

@@ -4,7 +4,6 @@ The steps are: detokenize, end at stop strings, parse reasoning and tool calls, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -19,8 +18,7 @@ from forebay.ingress.token_bytes import TokenBytes
 LOGPROB_MIN = -9999.0  # OpenAI's value for a probability near zero; JSON has no minus infinity
 
 
-@dataclass(frozen=True, slots=True)
-class OutputPlan:
+class OutputPlan(msgspec.Struct, frozen=True):
     """How the output tokens of one request become text, tool calls and log probabilities.
 
     Attributes:

@@ -4,9 +4,10 @@
 """
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from forebay.events.base import unpack_u32
 from forebay.events.names import unknown_name
@@ -133,8 +134,7 @@ REASONING_TAGS = (THINK, END_THINK)
 REASONING_NAMES = ("deepseek_r1", "qwen3")  # deepseek_r1 treats all text before the end tag as reasoning
 
 
-@dataclass(frozen=True, slots=True)
-class ParseOptions:
+class ParseOptions(msgspec.Struct, frozen=True):
     """Options for parsing the response to one chat request.
 
     Attributes:
