@@ -138,6 +138,7 @@ async def test_filters_select_requests() -> None:
     assert ids(slow_us=20_000) == ["two_1"]
     assert ids(text="two") == ["two%1", "two_1"]
     assert ids(text="two_") == ["two_1"]
+    assert ids(text="two_1~0.1f") == ["two_1"], "the id of its response"
     assert ids(text="%") == ["two%1"]
     assert ids(text="' OR 1") == []
     workers = {row.request_id: row.worker_id for row in requests(connection).requests}

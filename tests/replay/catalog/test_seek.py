@@ -147,7 +147,7 @@ async def test_an_id_that_was_used_twice_is_explained_per_use(tmp_path: Path) ->
     made = used_twice()
     log = await made.log()
     follower = await index(log, tmp_path / "catalog")
-    found = await catalog_explanation(log, 0, follower.store, "again")
+    found = await catalog_explanation(log, 0, follower.store, "again~0.1f")  # the id of its response
     assert comparable(found) == comparable(await explain(log, 0, "again"))
     assert (found.earlier_uses, found.derived_from > 0) == (1, True)
     routed = [(at, one) for at, one in enumerate(made.journal) if isinstance(one, RequestRouted)]
