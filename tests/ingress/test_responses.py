@@ -258,6 +258,8 @@ def item(**fields: Any) -> dict[str, Any]:
         Rejected({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         Rejected({"text": {"verbosity": "max"}}, "text.verbosity", "invalid_value"),
         Rejected({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "invalid_value"),
+        Rejected({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema", "invalid_value"),
+        Rejected({"text": {"format": {"type": "text", "name": "x"}}}, "text.format.name", "invalid_value"),
         Rejected({"tools": [{"type": "web_search"}]}, "tools[0]"),
         Rejected({"tools": [FUNCTION, {"type": "mcp", "server_label": "x"}]}, "tools[1]"),
         Rejected({"tools": [{**FUNCTION, "foo": 1}]}, "tools[0].foo", "unknown_parameter"),

@@ -6,7 +6,7 @@ Unsupported fields and tools are rejected by name. Source: OpenAI API reference,
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from pydantic import Field, model_validator
@@ -93,6 +93,14 @@ class TextFormat(CheckedBody):
     schema_: Annotated[JsonObject | None, Field(alias="schema")] = optional("JSON schema that the output matches.")
     description: str | None = optional("No effect.")
     strict: bool | None = optional("No effect.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for field, value in (("name", self.name), ("schema", self.schema_)):
+            if value is not None and self.type != "json_schema":
+                name = f"{self.path}{field}"
+                raise invalid(f"{name} is only allowed with the type json_schema, not {self.type}", name)
+        return self
 
 
 class TextOptions(CheckedBody):
