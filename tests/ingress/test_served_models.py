@@ -219,6 +219,30 @@ async def test_a_card_that_is_removed_and_stored_again_is_loaded(scene: Scene, m
     assert (await scene.find("two")).model.decode([1]) == loaded.model.decode([1])
 
 
+async def test_a_response_is_rendered_with_the_card_of_its_request(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after the workers have another card. A model from a directory has no card, and is the same one."""
+    monkeypatch.setattr(module, "OLDER_MAX", 1)
+    cards = [await scene.store({"config.json": b'{"max_position_embeddings": %d}' % size}) for size in (100, 200, 300)]
+    await scene.serve("one", cards[2])
+
+    async def context(card: str) -> int:
+        return (await scene.models.rendering_model("one", card)).model.context_tokens
+
+    assert [await context(card) for card in (cards[2], "", cards[0], cards[0], cards[1])] == [300, 300, 100, 100, 200]
+    assert (await scene.find("one")).model.context_tokens == 300
+    assert scene.loaded == ["one"] * 3, "the most recent ones stay loaded"
+    await scene.remove(cards[0])
+    for name, card, status, code in (
+        ("one", cards[0], 410, "model_card_removed"),
+        ("gone", cards[1], 404, "model_not_found"),
+    ):
+        with pytest.raises(ApiError, match=card if status == 410 else name) as caught:
+            await scene.models.rendering_model(name, card)
+        assert (caught.value.status, caught.value.code) == (status, code)
+
+
 async def test_only_models_of_this_process_are_served(scene: Scene, tmp_path: Path) -> None:
     """`forebay up` knows its owners without heartbeats. Other models on its log have no owner."""
     digest = await scene.store()

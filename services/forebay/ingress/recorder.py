@@ -4,8 +4,6 @@ The events of an answer lead to the same response as the records of the reply sl
 one event, because the fold of a response does not depend on how many tokens an event has.
 """
 
-from dataclasses import dataclass, field
-
 from msgspec.structs import replace
 
 from forebay.events.answers import AnswerContent, OutputEvent
@@ -15,19 +13,6 @@ from forebay.events.tokens import AttemptStarted, Embedded, ResponseEnded, Token
 from forebay.ingress.streams import OnChange, Stream
 
 
-@dataclass(slots=True)
-class _Run:
-    """Successive tokens of one part; `event` is their first event, with one chunk."""
-
-    event: TokensEmitted
-    token_ids: bytearray
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-
-    def finished(self) -> TokensEmitted:
-        chunk = replace(self.event.chunks[0], token_ids=bytes(self.token_ids), logprobs=tuple(self.logprobs))
-        return replace(self.event, chunks=(chunk,))
-
-
 class Recorder:
     """Valid output of all parts of a response, in the order of the reply slot.
 
@@ -35,48 +20,38 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self._events: list[OutputEvent] = []
-        self._run: _Run | None = None
         self.has_gap = False
+        self._events: list[OutputEvent] = []
+        self._first: TokensEmitted | None = None  # of successive tokens of one part, without the tokens
+        self._key: object = None  # equal for tokens that become one event
+        self._token_ids = bytearray()
+        self._logprobs: list[TokenLogprob] = []
 
     def content(self, first: RequestSubmitted) -> AnswerContent:
         """Return the answer to the request whose first part is `first`."""
-        self._end_run()
+        self._add_tokens()
         return AnswerContent(submission=replace(first, sequence_hashes=b"", media=()), events=tuple(self._events))
 
     def add(self, event: OutputEvent) -> None:
-        self._end_run()
+        self._add_tokens()
         self._events.append(event)
 
     def add_tokens(self, event: TokensEmitted, chunk: TokenChunk, known: int) -> None:
         """Add the tokens of a chunk of `event` after the first `known` ones."""
-        run = self._run
-        if run is None or not _continues(run, event, chunk):
-            self._end_run()
+        key = chunk.request_id, chunk.attempt, event.worker_id, event.rank, event.owner_epoch, bool(chunk.logprobs)
+        if key != self._key or chunk.prefilled is not None:
+            self._add_tokens()
             first = replace(chunk, first_index=chunk.first_index + known, token_ids=b"", logprobs=())
-            run = self._run = _Run(replace(event, chunks=(first,)), bytearray())
-        run.token_ids += chunk.token_ids[known * U32_BYTES :]
-        run.logprobs += chunk.logprobs[known:]
+            self._first, self._key = replace(event, chunks=(first,)), key
+        self._token_ids += chunk.token_ids[known * U32_BYTES :]
+        self._logprobs += chunk.logprobs[known:]
 
-    def _end_run(self) -> None:
-        if self._run is not None:
-            self._events.append(self._run.finished())
-            self._run = None
-
-
-def _continues(run: _Run, event: TokensEmitted, chunk: TokenChunk) -> bool:
-    first, known = run.event.chunks[0], len(run.token_ids) // U32_BYTES
-    same_rank = (event.worker_id, event.rank, event.owner_epoch) == (
-        run.event.worker_id,
-        run.event.rank,
-        run.event.owner_epoch,
-    )
-    return (
-        same_rank
-        and (chunk.request_id, chunk.attempt, chunk.text_only) == (first.request_id, first.attempt, first.text_only)
-        and chunk.prefilled is None
-        and len(run.logprobs) == (known if chunk.logprobs else 0)
-    )
+    def _add_tokens(self) -> None:
+        if self._first is not None:
+            (chunk,) = self._first.chunks
+            chunk = replace(chunk, token_ids=bytes(self._token_ids), logprobs=tuple(self._logprobs))
+            self._events.append(replace(self._first, chunks=(chunk,)))
+        self._first, self._key, self._token_ids, self._logprobs = None, None, bytearray(), []
 
 
 class RecordedStream(Stream):
@@ -96,14 +71,13 @@ class RecordedStream(Stream):
             self._recorder.add(replace(event, reply_key=self.key))
 
     def push(self, event: TokensEmitted, chunk: TokenChunk) -> bool:
-        known = self.next_index - chunk.first_index
-        if not super().push(event, chunk):
-            return False
+        attempt, known = self.attempt, self.next_index - chunk.first_index
+        has_changed = super().push(event, chunk)
         if self.gap:
             self._recorder.has_gap = True
-        else:
+        elif has_changed or self.attempt > attempt:  # without a new token, a chunk may start an attempt
             self._recorder.add_tokens(event, chunk, known)
-        return True
+        return has_changed
 
     def embed(self, event: Embedded) -> bool:
         is_set = super().embed(event)

@@ -230,7 +230,9 @@ class ServedModels:
         entry = self._entries.get(name)
         if entry is None:
             raise ApiError(404, "model_not_found", f"the model {name} of the request was removed", "model")
-        if entry is self._only or not card or card == entry.digest:
+        if entry.loaded is not None and (entry is self._only or card == entry.digest):
+            return entry.loaded
+        if not card or (card == entry.card and entry.group.ready()):
             return await self._load(entry)
         older = self._older.get((name, card))
         if older is None:
