@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forebay.core.state.reply_slot import ResponseState, apply
@@ -55,10 +55,17 @@ ended = st.builds(
 )
 
 
+def tokens(attempt: int, count: int) -> TokensEmitted:
+    """Return an event with the first tokens of a part."""
+    chunk = TokenChunk(request_id="a-0", attempt=attempt, first_index=0, token_ids=pack_u32(range(count)))
+    return TokensEmitted(worker_id=f"w{attempt}", worker_epoch=1, owner_epoch=1, chunks=(chunk,))
+
+
 def states_of(replies: dict[str, Any]) -> list[list[Any]]:
     return [[getattr(reply, name) for name in STATE] for reply in replies.values()]
 
 
+@example([tokens(1, 3), tokens(2, 2)])
 @given(st.lists(st.one_of(emitted, emitted, started, ended), max_size=20))
 def test_a_recorded_answer_has_the_output_of_the_slot(events: list[TokenEvent]) -> None:
     recorder = Recorder()
