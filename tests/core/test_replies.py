@@ -21,6 +21,7 @@ from forebay.events.tokens import (
     RouteResponse,
     TokenChunk,
     TokenEvent,
+    TokenLogprob,
     TokensEmitted,
     Usage,
 )
@@ -272,3 +273,23 @@ def test_events_of_another_group_are_ignored() -> None:
     for record in (emitted(1, [11], attempt=2, owner=9), started(2, owner=9), ended(2, owner=9)):
         assert apply({NAME: reply}, record, "other-model") == []
     assert (reply.tokens, reply.attempt, reply.ended) == ([10], 1, None)
+
+
+def test_tokens_are_taken_up_to_a_position_with_aligned_logprobs_and_their_workers() -> None:
+    reply = ResponseState()
+    other = TokenChunk(
+        request_id=NAME,
+        attempt=2,
+        first_index=2,
+        token_ids=pack_u32([3, 4]),
+        logprobs=(TokenLogprob(logprob=-1.0),) * 2,
+    )
+    apply({NAME: reply}, emitted(0, [1, 2]), GROUP)
+    apply({NAME: reply}, msgspec.structs.replace(emitted(0, [], attempt=2), chunks=(other,)), GROUP)
+    assert [reply.served_at(at).worker_id for at in range(4)] == ["w1", "w1", "w2", "w2"]
+    assert reply.take(3) == ([1, 2, 3], [None, None, TokenLogprob(logprob=-1.0)])
+    assert reply.take() == ([4], [TokenLogprob(logprob=-1.0)])
+    embedded = Embedded(
+        request_id=NAME, attempt=2, owner_epoch=1, worker_id="w2", vector=struct.pack("<f", 1.0), group=GROUP
+    )
+    assert apply({NAME: reply}, embedded, GROUP) == [reply]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.events.answers import AnswerChunk, AnswerDeleted
 from forebay.events.base import (
     Count,
     Event,
@@ -39,10 +40,12 @@ from forebay.events.request_ids import (
     client_id_of,
     http_request_id,
     kafka_api_request_id,
+    log_id_of,
     parse_public_id,
     part_id,
     part_ids,
     public_id,
+    whole_id,
 )
 from forebay.events.topics import INPUTS
 from forebay.events.transfer import Prefilled
@@ -169,6 +172,13 @@ def test_a_public_id_contains_the_location_of_its_request() -> None:
     assert parse_public_id(public) == (part_id(HTTP, 1), RequestLocation(3, 0x1F4))
     assert parse_public_id(HTTP) == (HTTP, None)
     assert client_id_of(public) == "order-7"
+    assert (log_id_of(public), whole_id(part_id(HTTP, 0), 2), whole_id(HTTP, 1)) == (part_id(HTTP, 1), HTTP, HTTP)
+
+
+def test_keys_of_the_records_of_an_answer() -> None:
+    deleted = AnswerDeleted(request_id=HTTP, partition=3, offset=0x1F4)
+    chunk = AnswerChunk(upload="u", index=2, data=b"")
+    assert (deleted.key, chunk.key) == (b"3.1f4", b"u/2")
 
 
 @pytest.mark.parametrize("whole", [HTTP, KAFKA])

@@ -199,7 +199,7 @@ def apply(replies: Mapping[str, R], event: TokenEvent, group: str) -> list[R]:
                     changes = reply.end(event)
                 case Embedded():
                     changes = reply.embed(event)
-                case RequestLocated():
+                case _:
                     changes = reply.locate(event)
             return [reply] if changes else []
         case RouteResponse() | CommandResponse():
