@@ -655,3 +655,15 @@ def test_several_stores_make_room_if_one_is_not_enough() -> None:
     assert index.stores.sizes() == {"c": 1, "s": 7}
     index.apply_store(added("s", [8]))
     assert index.stores.sizes() == {"s": 7, "c": 1}, "dropping the other store would not make room either"
+
+
+def test_an_open_cursor_follows_the_split_and_the_removal_of_its_run() -> None:
+    sets = BlockSets()
+    sets.add(1, [1, 2, 3, 4])
+    cursor = sets.cursor()
+    sets.add(2, [1, 2])
+    first = sets.next_run(cursor)
+    assert first is not None and list(first.blocks) == [1, 2]
+    sets.remove(1, [3, 4])
+    assert sets.next_run(cursor) is None
+    sets.release(cursor)
