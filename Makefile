@@ -75,7 +75,7 @@ test-engines: $(READY_ENGINES) ## run the tests on real vLLM, Kafka and Redis; o
 	@$(VENV_ENGINES)/bin/pytest $(REAL) tests/engines $(ARGS)
 
 test-clients: $(READY_CLIENTS) ## run the tests with official clients of the APIs; options in ARGS="..."
-	@$(VENV_CLIENTS)/bin/pytest --confcutdir tests/clients tests/clients $(ARGS)
+	@$(VENV_CLIENTS)/bin/pytest --confcutdir tests/clients -o filterwarnings=ignore tests/clients $(ARGS)
 
 kafka: $(READY) ## start Apache Kafka on the loopback address (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/python infra/kafka/kafka.py start $(ARGS)

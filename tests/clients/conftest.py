@@ -61,8 +61,3 @@ def _is_ready(url: str) -> bool:
             return True
     except (urllib.error.URLError, ConnectionError):
         return False
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        item.add_marker(pytest.mark.filterwarnings("ignore"))  # clients warn a lot

@@ -27,10 +27,11 @@ from forebay.events.topics import (
     work_topic,
 )
 from forebay.transport.kafka.errors import error_of, explain, is_transient
-from forebay.transport.kafka.settings import REQUEST_MS, KafkaSettings, KafkaUnreachable, KafkaUnusable
+from forebay.transport.kafka.settings import KafkaSettings, KafkaUnreachable, KafkaUnusable
 from forebay.transport.kafka.start import start_whole
 from forebay.transport.kafka.writer import HEADROOM_BYTES, RECORD_BYTES_MAX
 
+KNOWN_WITHIN_S = 60  # a busy broker takes tens of seconds for a topic of 256 partitions
 KNOWN_POLL_S = 0.05
 MINUTE_MS = 60_000
 HOUR_MS = 60 * MINUTE_MS
@@ -211,7 +212,7 @@ async def _create(
 
 async def _until_known(admin: AIOKafkaAdminClient, names: list[str]) -> None:
     """Wait until the broker lists the topics, which it may not do immediately after it created them."""
-    async with asyncio.timeout(REQUEST_MS / 1000):
+    async with asyncio.timeout(KNOWN_WITHIN_S):
         while not set(names) <= set(await admin.list_topics()):  # noqa: ASYNC110 - Kafka has no event for this
             await asyncio.sleep(KNOWN_POLL_S)
 
