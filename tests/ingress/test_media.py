@@ -279,7 +279,7 @@ async def test_unsupported_media_are_rejected_with_their_path(
         ({"type": "image_url", "image_url": {}}, "messages[0].content[0].image_url.url is missing"),
         ({"type": "image_url", "image_url": {"url": "x", "detail": "high"}}, "image_url.detail is not supported"),
         ({"type": "image_url", "image_url": {"url": "x", "odd": 1}}, "image_url.odd"),
-        ({"type": "text", "text": "a", "image_url": {"url": "x"}}, "image_url is not allowed in a part of type text"),
+        ({"type": "text", "text": "a", "image_url": {"url": "x"}}, "image_url is not allowed with the type text"),
         ({"type": "input_audio", "input_audio": {}}, "parts of type input_audio are not supported"),
     ],
 )

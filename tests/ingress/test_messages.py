@@ -163,6 +163,7 @@ CONVERSATION: list[dict[str, Any]] = [
             {"type": "thinking", "thinking": "Hm", "signature": "s"},
             {"type": "text", "text": "One moment."},
             {"type": "tool_use", "id": "c", "name": "weather", "input": {"city": "Köln"}, "caller": {"type": "direct"}},
+            {"type": "tool_use", "id": "d", "name": "weather", "input": {}},
         ],
     },
     {
@@ -181,7 +182,10 @@ CONVERSATION: list[dict[str, Any]] = [
 def test_blocks_become_the_messages_of_a_chat() -> None:
     found = body(messages=CONVERSATION, system=[{"type": "text", "text": "Be brief."}], stop_sequences=["."])
     chat = found.completion
-    function = {"name": "weather", "arguments": '{"city":"Köln"}'}
+    calls = [
+        {"id": name, "type": "function", "function": {"name": "weather", "arguments": text}}
+        for name, text in (("c", '{"city":"Köln"}'), ("d", "{}"))
+    ]
     assert chat.chat() == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Weather?"}, {"type": "image"}]},
@@ -190,7 +194,7 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
             "content": "One moment.",
             "reasoning_content": "Hm",
             "reasoning": "Hm",
-            "tool_calls": [{"id": "c", "type": "function", "function": function}],
+            "tool_calls": calls,
         },
         {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "Error: "}, {"type": "image"}]},
         {"role": "tool", "tool_call_id": "d", "content": ""},
@@ -298,6 +302,27 @@ class Refused(NamedTuple):
         Refused({"tools": [{"name": "x"}]}, "tools[0].input_schema is missing", "invalid_value"),
         Refused({"tool_choice": {"type": "any"}}, "tool_choice is any, but", "invalid_value"),
         Refused({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name is", "invalid_value"),
+        Refused({"tool_choice": {"type": "auto", "name": "x"}}, "tool_choice.name is not allowed", "invalid_value"),
+        Refused(
+            {"tool_choice": {"type": "none", "disable_parallel_tool_use": True}},
+            "tool_choice.disable_parallel_tool_use is not",
+            "invalid_value",
+        ),
+        Refused(
+            {"thinking": {"type": "disabled", "budget_tokens": 9}}, "thinking.budget_tokens is not", "invalid_value"
+        ),
+        Refused(
+            {
+                "tools": [
+                    {"name": name, "input_schema": {"$defs": {"reasoning_effort": {"type": kind}}}}
+                    for name, kind in (("a", "string"), ("b", "null"))
+                ],
+                "tool_choice": {"type": "any"},
+            },
+            "tools: 'reasoning_effort' has two definitions",
+            "invalid_value",
+        ),
+        Refused(user({"type": "tool_result", "tool_use_id": "c"}), "[0].tool_use_id: no earlier", "invalid_value"),
         Refused(
             {
                 "tools": [WEATHER],

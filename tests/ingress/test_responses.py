@@ -269,6 +269,14 @@ def item(**fields: Any) -> dict[str, Any]:
         Rejected(item(type="web_search_call", id="ws_1"), "input[0]"),
         Rejected(item(role="user", content=[{"type": "input_file", "file_id": "x"}]), "input[0].content[0]"),
         Rejected(item(role="user", content=[{"type": "input_text"}]), "input[0].content[0].text", "invalid_value"),
+        Rejected(item(role="user", content=[]), "input[0].content", "invalid_value"),
+        Rejected(item(role="user", content="x", output="y"), "input[0].output", "invalid_value"),
+        Rejected(item(type="reasoning", role="assistant"), "input[0].role", "invalid_value"),
+        Rejected(
+            item(role="user", content=[{"type": "input_text", "text": "x", "image_url": "y"}]),
+            "input[0].content[0].image_url",
+            "invalid_value",
+        ),
         Rejected(item(role="user", content=4), "input[0].content", "invalid_value"),
         Rejected(item(role="user", content="x", foo=1), "input[0].foo", "unknown_parameter"),
         Rejected(item(type="function_call_output", call_id="c", output="x"), "input[0].call_id", "invalid_value"),
@@ -313,6 +321,17 @@ async def test_errors_of_preparation_have_the_names_of_the_body(scene: Scene) ->
     assert (error["param"], error["code"]) == ("input[0].content[0].image_url", "unsupported_parameter")
 
 
+async def test_an_error_quotes_the_words_of_the_client(scene: Scene) -> None:
+    tools = [
+        {"type": "function", "name": name, "parameters": {"$defs": {"max_tokens": {"type": kind}}}}
+        for name, kind in (("a", "string"), ("b", "null"))
+    ]
+    given = {"model": NAME, "input": "Hello", "tools": tools, "tool_choice": "required"}
+    error = (await scene.client.post(RESPONSES, json=given)).json()["error"]
+    assert error["param"] == "tools"
+    assert "'max_tokens' has two definitions" in error["message"]
+
+
 @pytest.fixture
 async def client(scene: Scene) -> AsyncIterator[openai.AsyncOpenAI]:
     async with scene.openai_client() as made:
@@ -352,6 +371,15 @@ async def test_a_stored_response_is_read_continued_and_deleted(scene: Scene, cli
     for query in ("order=up", "limit=0", "limit=101", "after=msg_1"):
         found = await scene.client.get(f"{RESPONSES}/{second.id}/input_items?{query}")
         assert (found.status_code, found.json()["error"]["param"]) == (400, query.partition("=")[0])
+
+
+async def test_items_with_one_id_are_listed_once_each(scene: Scene, client: openai.AsyncOpenAI) -> None:
+    items: Any = [{"role": "user", "content": text, "id": "msg_x"} for text in "abc"]
+    response = await finished(scene, client, input=items)
+    page = await client.responses.input_items.list(response.id, limit=1, order="asc")
+    listed: list[Any] = [item async for item in page]
+    assert [item.content[0].text for item in listed] == ["a", "b", "c"]
+    assert listed[0].id == "msg_x"
 
 
 async def test_a_response_is_not_continued_by_another_model(scene: Scene, client: openai.AsyncOpenAI) -> None:

@@ -3,7 +3,7 @@
 Unsupported fields, blocks and tools are rejected by name. Source: Anthropic API reference, messages.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,9 +12,9 @@ from pydantic import Field, model_validator
 
 from forebay.ingress.body_limits import MESSAGES_MAX, TOOLS_MAX
 from forebay.ingress.chat_template import variables_of
-from forebay.ingress.errors import ApiError, invalid
+from forebay.ingress.errors import invalid
 from forebay.ingress.media.tokens import MediaRef
-from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, reject_extra
+from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, optional, require_fields
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, RoutedBody
 from forebay.ingress.openai.requests import PARTS_MAX, STOP_CHARS_MAX, ChatBody
 from forebay.ingress.openai.sampling import TOKENS_MAX, JsonObject, JsonSchema, ResponseFormat
@@ -23,22 +23,14 @@ from forebay.ingress.openai.tools import CallId, Function, FunctionName, NamedFu
 STOPS_MAX = 16  # each delta of a response is compared with each of them
 IGNORED = frozenset({"cache_control"})  # forebay caches every prefix by itself
 ERROR = "Error: "  # precedes the result of a tool that failed, because chat templates have no field for that
-# Names in a chat of fields that have another name here.
-NAMES = {
-    "response_format.json_schema.schema": "output_config.format.schema",
-    "response_format": "output_config.format",
-    "reasoning_effort": "output_config.effort",
-    "continue_final_message": "messages",
-}
 SOURCES = {"base64": ("media_type", "data"), "url": ("url",)}  # fields of each source of an image
-FIELDS = {  # of each type of block
-    "text": ("text",),
-    "image": ("source",),
-    "thinking": ("thinking",),
-    "tool_use": ("id", "name", "input"),
-    "tool_result": ("tool_use_id", "content", "is_error"),
+FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # of each type of block: required, optional
+    "text": (("text",), ()),
+    "image": (("source",), ()),
+    "thinking": (("thinking",), ()),
+    "tool_use": (("id", "name", "input"), ()),
+    "tool_result": (("tool_use_id",), ("content", "is_error")),
 }
-OPTIONAL = ("content", "is_error")
 BLOCKS_OF = {  # types of blocks in messages of each role
     "system": ("text",),
     "user": ("text", "image", "tool_result"),
@@ -54,22 +46,16 @@ class ImageSource(Body):
     """`source` of an image: a URL, or the image in base64."""
 
     type: str = Field(description="`base64` or `url`.")
-    media_type: str | None = Field(None, description="MIME type of an image in base64.")
-    data: str | None = Field(None, description="Image in base64.")
-    url: str | None = Field(None, description="URL with scheme http, https or data.")
+    media_type: str | None = optional("MIME type of an image in base64.")
+    data: str | None = optional("Image in base64.")
+    url: str | None = optional("URL with scheme http, https or data.")
 
     def link(self, where: str) -> str:
         """Return the URL of the image, with scheme data for base64. Raises ApiError (400) for another source."""
         if self.type not in SOURCES:
             text = f"{where}: sources of type {self.type} are not supported; use base64 or url"
             raise invalid(text, where, "unsupported_parameter")
-        reject_extra(self, f"{where}.")
-        for name in SOURCES[self.type]:
-            if getattr(self, name) is None:
-                raise invalid(f"{where}.{name} is missing", f"{where}.{name}")
-        for name in ImageSource.model_fields:
-            if name not in ("type", *SOURCES[self.type]) and getattr(self, name) is not None:
-                raise invalid(f"{where}.{name} is not allowed in a source of type {self.type}", f"{where}.{name}")
+        require_fields(self, where, self.type, SOURCES[self.type])
         return self.url or f"data:{self.media_type};base64,{self.data}"
 
 
@@ -85,32 +71,24 @@ class Block(Body):
     }
 
     type: str = Field(description="`text`, `image`, `thinking`, `tool_use` or `tool_result`.")
-    text: str | None = Field(None, description="Of the type `text`.")
-    source: ImageSource | None = Field(None, description="Of the type `image`: the [image](#images).")
-    thinking: str | None = Field(None, description="Of the type `thinking`: reasoning of an earlier response.")
-    id: CallId | None = Field(None, description="Of the type `tool_use`: id of a call in an earlier response.")
-    name: FunctionName | None = Field(None, description="Of the type `tool_use`: tool that was called.")
-    input: JsonObject | None = Field(None, description="Of the type `tool_use`: arguments of the call.")
-    tool_use_id: CallId | None = Field(None, description="Of the type `tool_result`: id of the call.")
-    content: str | Annotated[list["Block"], Field(fail_fast=True)] | None = Field(
-        None, description="Of the type `tool_result`: a text, or blocks of text and images."
+    text: str | None = optional("Of the type `text`.")
+    source: ImageSource | None = optional("Of the type `image`: the [image](#images).")
+    thinking: str | None = optional("Of the type `thinking`: reasoning of an earlier response.")
+    id: CallId | None = optional("Of the type `tool_use`: id of a call in an earlier response.")
+    name: FunctionName | None = optional("Of the type `tool_use`: tool that was called.")
+    input: JsonObject | None = optional("Of the type `tool_use`: arguments of the call.")
+    tool_use_id: CallId | None = optional("Of the type `tool_result`: id of the call.")
+    content: str | Annotated[list["Block"], Field(fail_fast=True)] | None = optional(
+        "Of the type `tool_result`: a text, or blocks of text and images."
     )
-    is_error: bool | None = Field(
-        None, description=f"Of the type `tool_result`: `true` begins the result with `{ERROR}`."
-    )
+    is_error: bool | None = optional(f"Of the type `tool_result`: `true` begins the result with `{ERROR}`.")
 
     def check(self, where: str, types: Sequence[str], owner: str) -> None:
         """Raise ApiError (400) for another type, or for missing or unsupported fields."""
         if self.type not in types:
             text = f"{where}: blocks of type {self.type} are not supported in {owner}; use {', '.join(types)}"
             raise invalid(text, f"{where}.type", "unsupported_parameter")
-        reject_extra(self, f"{where}.")
-        for name in FIELDS[self.type]:
-            if getattr(self, name) is None and name not in OPTIONAL:
-                raise invalid(f"{where}.{name} is missing", f"{where}.{name}")
-        for name in Block.model_fields:
-            if name not in ("type", *FIELDS[self.type]) and getattr(self, name) is not None:
-                raise invalid(f"{where}.{name} is not allowed in a block of type {self.type}", f"{where}.{name}")
+        require_fields(self, where, self.type, *FIELDS[self.type])
 
 
 Content = str | Annotated[list[Block], Field(fail_fast=True)]
@@ -133,19 +111,17 @@ class CustomTool(Body):
         "input_examples": (None, []),
     }
 
-    type: str | None = Field(None, description="`custom`.")
+    type: str | None = optional("`custom`.")
     name: FunctionName = Field(description="Name of the tool.")
-    description: str | None = Field(None, description="Part of the prompt.")
-    input_schema: JsonObject | None = Field(None, description="JSON schema of the input.")
+    description: str | None = optional("Part of the prompt.")
+    input_schema: JsonObject | None = optional("JSON schema of the input.")
 
     def tool(self, where: str) -> Tool:
         """Return the tool of a chat. Raises ApiError (400) for a tool that the client does not run."""
         if self.type not in (None, "custom"):
             text = f"{where}: tools of type {self.type} are not supported; define a tool with input_schema"
             raise invalid(text, f"{where}.type", "unsupported_parameter")
-        reject_extra(self, f"{where}.")
-        if self.input_schema is None:
-            raise invalid(f"{where}.input_schema is missing", f"{where}.input_schema")
+        require_fields(self, where, "custom", ("name", "input_schema"), ("description",))
         function = Function(name=self.name, description=self.description, parameters=self.input_schema)
         return Tool(type="function", function=function)
 
@@ -156,8 +132,14 @@ class ToolChoiceParam(CheckedBody):
     path = "tool_choice."
 
     type: Literal["auto", "any", "tool", "none"]
-    name: FunctionName | None = Field(None, description="Tool that must be called, if the type is `tool`.")
-    disable_parallel_tool_use: bool | None = Field(None, description="`true` keeps only the first call.")
+    name: FunctionName | None = optional("Tool that must be called, if the type is `tool`.")
+    disable_parallel_tool_use: bool | None = optional("`true` keeps only the first call.")
+
+    @model_validator(mode="after")
+    def _check(self) -> "ToolChoiceParam":
+        others = () if self.type == "none" else ("disable_parallel_tool_use",)
+        require_fields(self, "tool_choice", self.type, ("name",) if self.type == "tool" else (), others)
+        return self
 
 
 class Thinking(CheckedBody):
@@ -167,9 +149,14 @@ class Thinking(CheckedBody):
     neutral: ClassVar[Neutral] = {"display": (None, "summarized")}
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="No effect: `max_tokens` limits reasoning and text together."
+    budget_tokens: Annotated[int, Field(ge=1)] | None = optional(
+        "No effect: `max_tokens` limits reasoning and text together."
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> "Thinking":
+        require_fields(self, "thinking", self.type, (), ("budget_tokens",) if self.type == "enabled" else ())
+        return self
 
 
 class OutputFormat(CheckedBody):
@@ -186,10 +173,10 @@ class OutputConfig(CheckedBody):
 
     path = "output_config."
 
-    effort: Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX)] | None = Field(
-        None, description="`reasoning_effort` of the chat template; rejected unless the template uses it."
+    effort: Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX)] | None = optional(
+        "`reasoning_effort` of the chat template; rejected unless the template uses it."
     )
-    format: OutputFormat | None = Field(None, description="JSON schema that the output matches.")
+    format: OutputFormat | None = optional("JSON schema that the output matches.")
 
 
 class MessagesBody(RoutedBody):
@@ -197,6 +184,12 @@ class MessagesBody(RoutedBody):
 
     endpoint = "messages"
     id_prefix = "msg_"
+    names: ClassVar[Mapping[str, str]] = {
+        "response_format": "output_config.format",
+        "response_format.json_schema.schema": "output_config.format.schema",
+        "reasoning_effort": "output_config.effort",
+        "continue_final_message": "messages",
+    }
     ignored = IGNORED | {"metadata"}
     neutral: ClassVar[Neutral] = {
         "container": (None,),
@@ -219,28 +212,28 @@ class MessagesBody(RoutedBody):
         description="The conversation: texts or [blocks](#blocks). If the last message has the role assistant, the "
         "model continues it."
     )
-    system: Content | None = Field(None, description="First message of the chat, a text or blocks of text.")
+    system: Content | None = optional("First message of the chat, a text or blocks of text.")
     stop_sequences: (
         Annotated[
             list[Annotated[str, Field(min_length=1, max_length=STOP_CHARS_MAX)]],
             Field(fail_fast=True, max_length=STOPS_MAX),
         ]
         | None
-    ) = Field(None, description=f"Up to {STOPS_MAX} strings, each of up to {STOP_CHARS_MAX:,} characters.")
-    stream: bool | None = Field(None, description="Whether the response is a stream of events.")
-    temperature: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = Field(
-        None, description="0 to 1; 1 if it is missing."
+    ) = optional(f"Up to {STOPS_MAX} strings, each of up to {STOP_CHARS_MAX:,} characters.")
+    stream: bool | None = optional("Whether the response is a stream of events.")
+    temperature: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = optional(
+        "0 to 1; 1 if it is missing."
     )
-    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = Field(
-        None, description="Above 0, up to 1; 1 if it is missing."
+    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = optional(
+        "Above 0, up to 1; 1 if it is missing."
     )
-    top_k: Annotated[int, Field(ge=0, le=TOKENS_MAX)] | None = Field(None, description="0 disables it.")
-    tools: Annotated[list[CustomTool], Field(fail_fast=True, max_length=TOOLS_MAX)] | None = Field(
-        None, description="Tools that the client runs. Anthropic's own tools are rejected by name."
+    top_k: Annotated[int, Field(ge=0, le=TOKENS_MAX)] | None = optional("0 disables it.")
+    tools: Annotated[list[CustomTool], Field(fail_fast=True, max_length=TOOLS_MAX)] | None = optional(
+        "Tools that the client runs. Anthropic's own tools are rejected by name."
     )
-    tool_choice: ToolChoiceParam | None = Field(None, description="`auto`, `any`, `tool` or `none`.")
-    thinking: Thinking | None = Field(None, description="Whether the model reasons, see [thinking](#thinking).")
-    output_config: OutputConfig | None = Field(None, description="Effort and format of the output.")
+    tool_choice: ToolChoiceParam | None = optional("`auto`, `any`, `tool` or `none`.")
+    thinking: Thinking | None = optional("Whether the model reasons, see [thinking](#thinking).")
+    output_config: OutputConfig | None = optional("Effort and format of the output.")
 
     @model_validator(mode="after")
     def _check(self) -> "MessagesBody":
@@ -262,9 +255,7 @@ class MessagesBody(RoutedBody):
         chat = _Chat()
         chat.add("system", "system", self.system or [])
         for at, message in enumerate(self.messages):
-            reject_extra(message, f"messages[{at}].")
-            if message.content == []:
-                raise invalid(f"messages[{at}].content is empty; give it a text or a block", f"messages[{at}].content")
+            require_fields(message, f"messages[{at}]", "message", ("role", "content"))
             chat.add(f"messages[{at}].content", message.role, message.content)
         last = self.messages[-1]
         continues = last.role == "assistant"
@@ -300,21 +291,12 @@ class MessagesBody(RoutedBody):
     def _tool_choice(self) -> ToolChoice | None:
         choice = self.tool_choice
         if choice is None or choice.type in ("auto", "none"):
-            return choice and choice.type  # type: ignore[return-value]
+            return "none" if choice and choice.type == "none" else None
         if not self.tools:
             raise invalid(f"tool_choice is {choice.type}, but the request has no tools", "tool_choice")
         if choice.type == "any":
             return "required"
-        if choice.name is None:
-            raise invalid("tool_choice.name is missing; name the tool that must be called", "tool_choice.name")
-        return NamedTool(type="function", function=NamedFunction(name=choice.name))
-
-    def renamed(self, error: ApiError) -> ApiError:
-        """Return an error that was raised while `completion` was prepared, with the names of fields of this body."""
-        message, param = error.message, error.param
-        for name, own in NAMES.items():
-            message, param = message.replace(name, own), param and param.replace(name, own)
-        return ApiError(error.status, error.code, message, param, retry_after_s=error.retry_after_s)
+        return NamedTool(type="function", function=NamedFunction(name=choice.name or ""))
 
 
 class CountTokensBody(MessagesBody):
@@ -364,6 +346,7 @@ class _Chat:
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self.refs: list[MediaRef] = []
+        self._call_ids: set[str | None] = set()
 
     def add(self, where: str, role: str, content: Content) -> None:
         """Add a message. Raises ApiError (400) for an invalid block."""
@@ -374,6 +357,9 @@ class _Chat:
         for path, block in _placed(where, content):
             block.check(path, BLOCKS_OF[role], f"messages of the role {role}")
             if block.type == "tool_result":
+                if block.tool_use_id not in self._call_ids:
+                    text = f"no earlier tool_use has the id {block.tool_use_id!r}; send the call, too"
+                    raise invalid(f"{path}.tool_use_id: {text}", f"{path}.tool_use_id")
                 parts = [{"type": "text", "text": ERROR}] if block.is_error else []
                 if isinstance(block.content, str):
                     parts.append({"type": "text", "text": block.content})
@@ -389,6 +375,7 @@ class _Chat:
             if block.type == "thinking":
                 turn.setdefault("reasoning", []).append(block.thinking)
             elif block.type == "tool_use":
+                self._call_ids.add(block.id)
                 function = {"name": block.name, "arguments": msgspec.json.encode(block.input).decode()}
                 turn.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
             else:

@@ -117,6 +117,20 @@ def reject_extra(body: Body, where: str) -> None:
             raise invalid(f"{where}{name} is not supported", f"{where}{name}", "unsupported_parameter")
 
 
+def require_fields(body: Body, where: str, kind: str, required: Sequence[str], optional: Sequence[str] = ()) -> None:
+    """Raise ApiError (400) unless a part of a body has the fields of its type `kind`, and none of other types.
+
+    `where` is the path of the part in the request.
+    """
+    reject_extra(body, f"{where}.")
+    for name, field in type(body).model_fields.items():
+        value, path = getattr(body, name), f"{where}.{field.alias or name}"
+        if name in required and (value is None or value == []):
+            raise invalid(f"{path} is {'missing' if value is None else 'empty'}; the type {kind} requires it", path)
+        if value is not None and name not in ("type", *required, *optional):
+            raise invalid(f"{path} is not allowed with the type {kind}", path)
+
+
 def _drop_unknown(value: Any) -> None:
     if isinstance(value, list):
         for one in value if value and isinstance(value[0], Body) else ():

@@ -9,7 +9,7 @@ of Dynamo's Python API) and `routing_constraints.allowed_worker_ids`.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, model_validator
@@ -225,10 +225,12 @@ class RoutedBody(CheckedBody):
     Attributes:
         endpoint: API of the route, which is also its name in metrics.
         id_prefix: begin of the random id of a request whose client chose none.
+        names: parameters of `completion` that have another name in the body.
     """
 
     endpoint: ClassVar[Api]
     id_prefix: ClassVar[str]
+    names: ClassVar[Mapping[str, str]] = {}
 
     model: str = Field(description="Name of the model or of one of its LoRA adapters.")
     cache_salt: Annotated[str, Field(max_length=NAME_CHARS_MAX)] | None = Field(
@@ -267,8 +269,17 @@ class RoutedBody(CheckedBody):
         return self.nvext is not None and bool(self.nvext.annotations)
 
     def renamed(self, error: ApiError) -> ApiError:
-        """Return an error that was raised while `completion` was prepared, with the names of fields of this body."""
-        return error
+        """Return an error that was raised while `completion` was prepared, with the parameter as this body names it.
+
+        Only the first place in the message is changed, because texts of the client follow.
+        """
+        param, own = error.param or "", self.own_name(error.param or "")
+        message = error.message.replace(param, own, 1)
+        return ApiError(error.status, error.code, message, own or None, retry_after_s=error.retry_after_s)
+
+    def own_name(self, param: str) -> str:
+        """Return the name in this body of a parameter of `completion`."""
+        return self.names.get(param, param)
 
     @property
     def kv_pin_s(self) -> int:

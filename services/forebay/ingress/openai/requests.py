@@ -23,6 +23,7 @@ from forebay.ingress.openai.fields import (
     describe_non_empty,
     encoded_options,
     reject_extra,
+    require_fields,
     requires,
 )
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, WORKER_ID, RoutedBody
@@ -424,13 +425,8 @@ def _parts(message: Message, at: int) -> Iterator[str | MediaRef]:
 def _part(part: ContentPart, where: str) -> str | MediaRef:
     if part.type not in PART_FIELDS:
         raise invalid(f"{where}: parts of type {part.type} are not supported", where, "unsupported_parameter")
-    reject_extra(part, f"{where}.")
-    for name in PART_FIELDS:
-        if name != part.type and getattr(part, name) is not None:
-            raise invalid(f"{where}.{name} is not allowed in a part of type {part.type}", f"{where}.{name}")
+    require_fields(part, where, part.type, (part.type,))
     value = getattr(part, part.type)
-    if value is None:
-        raise invalid(f"{where}.{part.type} is missing", f"{where}.{part.type}")
     if isinstance(value, str):
         return value
     reject_extra(value, f"{where}.{part.type}.")

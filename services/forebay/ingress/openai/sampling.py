@@ -179,7 +179,7 @@ def _structured(body: SamplingFields) -> StructuredOutput | None:
     found |= _plain("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
     if len(found) > 1:
         names = " and ".join(found)
-        raise invalid(f"{names} are mutually exclusive; set one of them", next(iter(found)))
+        raise invalid(f"{names} are mutually exclusive; set one of them", [*found][-1])
     if not found and body.structured_outputs is not None:
         raise invalid(
             "structured_outputs is empty; set one of json, json_object, regex, choice, grammar", "structured_outputs"

@@ -12,8 +12,8 @@ import msgspec
 from pydantic import Field, model_validator
 
 from forebay.ingress.body_limits import MESSAGES_MAX, TOOLS_MAX
-from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, at_most, optional, reject_extra
+from forebay.ingress.errors import invalid
+from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, at_most, optional, require_fields
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, RoutedBody
 from forebay.ingress.openai.requests import LOGPROBS_MAX, ChatBody
 from forebay.ingress.openai.sampling import JsonObject, JsonSchema, ResponseFormat, Temperature, TopP
@@ -28,18 +28,8 @@ METADATA_CHARS_MAX = 512
 LOGPROBS = "message.output_text.logprobs"
 # Values of `include` that have no effect: a reasoning item has its text, and input items have their images.
 INCLUDED = ("reasoning.encrypted_content", "message.input_image.image_url")
-MESSAGE = re.compile(r"messages\[(\d+)\](\.content)?")
-# Names in a chat of fields that have another name here.
-NAMES = {
-    "response_format.json_schema.schema": "text.format.schema",
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-    "prompt": "input",
-}
-NAME = re.compile(rf"\b({'|'.join(map(re.escape, NAMES))})\b")
+MESSAGE = re.compile(r"messages\[(\d+)\](?:\.content)?(.*?)(?:\.url)?")
+FORMAT_FIELDS = {"json_schema": (("name", "schema_"), ("description", "strict"))}  # by type: required, optional
 
 ShortText = Annotated[str, Field(max_length=METADATA_CHARS_MAX)]
 MetadataKey = Annotated[str, Field(max_length=METADATA_KEY_CHARS_MAX)]
@@ -66,10 +56,8 @@ class FunctionTool(Body):
         """Return the tool of a chat. Raises ApiError (400) for another type of tool."""
         if self.type != "function":
             raise invalid(f"{where}: tools of type {self.type} are not supported", where, "unsupported_parameter")
-        reject_extra(self, f"{where}.")
-        if self.name is None:
-            raise invalid(f"{where}.name is missing", f"{where}.name")
-        function = Function(name=self.name, description=self.description, parameters=self.parameters)
+        require_fields(self, where, self.type, ("name",), ("description", "parameters", "strict"))
+        function = Function(name=self.name or "", description=self.description, parameters=self.parameters)
         return Tool(type="function", function=function)
 
 
@@ -96,10 +84,7 @@ class TextFormat(CheckedBody):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for field, value in (("name", self.name), ("schema", self.schema_)):
-            if value is not None and self.type != "json_schema":
-                name = f"{self.path}{field}"
-                raise invalid(f"{name} is only allowed with the type json_schema, not {self.type}", name)
+        require_fields(self, "text.format", self.type, *FORMAT_FIELDS.get(self.type, ((), ())))
         return self
 
 
@@ -137,11 +122,28 @@ class ResponseStreamOptions(CheckedBody):
     include_obfuscation: bool | None = optional("No effect: no event has random characters.")
 
 
+def require_included(names: Sequence[str]) -> None:
+    """Raise ApiError (400) for a value of `include` that is not supported."""
+    for at, name in enumerate(names):
+        if name not in (LOGPROBS, *INCLUDED):
+            text = f"include[{at}]: {name!r} is not supported; supported are: {', '.join((LOGPROBS, *INCLUDED))}"
+            raise invalid(text, f"include[{at}]", "unsupported_parameter")
+
+
 class ResponsesBody(RoutedBody):
     """Body of POST /v1/responses. The ingress prepares and runs it as a chat."""
 
     endpoint = "responses"
     id_prefix = "resp_"
+    names: ClassVar[Mapping[str, str]] = {
+        "response_format": "text.format",
+        "response_format.json_schema.schema": "text.format.schema",
+        "response_format.type": "text.format.type",
+        "reasoning_effort": "reasoning.effort",
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "prompt": "input",
+    }
     neutral: ClassVar[Neutral] = {
         "access_programs": (None, {}),
         "background_options": (None, {}, {"completion_window": "soonest"}),
@@ -189,15 +191,9 @@ class ResponsesBody(RoutedBody):
             raise invalid("nvext: responses have no annotations and no extra fields", "nvext", "unsupported_parameter")
         if self.background and not self.is_stored:
             raise invalid("background requires store; leave store out, or set it to true", "background")
-        for at, name in enumerate(self.include or ()):
-            if name != LOGPROBS and name not in INCLUDED:
-                text = f"include[{at}]: {name!r} is not supported; supported are: {', '.join((LOGPROBS, *INCLUDED))}"
-                raise invalid(text, f"include[{at}]", "unsupported_parameter")
+        require_included(self.include or ())
         if self.top_logprobs and not self.has_logprobs:
             raise invalid(f"top_logprobs requires include; add {LOGPROBS!r} to it", "top_logprobs")
-        form = self.format
-        if form.type == "json_schema" and form.name is None:
-            raise invalid("text.format.name is missing", "text.format.name")
         return self
 
     @property
@@ -298,29 +294,20 @@ class ResponsesBody(RoutedBody):
         choice = self.tool_choice
         if not isinstance(choice, ChosenTool):
             return choice
-        if choice.type != "function" or choice.name is None:
+        if choice.type != "function":
             text = f"tool_choice of type {choice.type} is not supported; give the type function and a name"
             raise invalid(text, "tool_choice", "unsupported_parameter")
-        reject_extra(choice, "tool_choice.")
-        return NamedTool(type="function", function=NamedFunction(name=choice.name))
+        require_fields(choice, "tool_choice", choice.type, ("name",))
+        return NamedTool(type="function", function=NamedFunction(name=choice.name or ""))
 
     def _response_format(self) -> ResponseFormat:
         form = self.format
         schema = None if form.name is None else JsonSchema.model_validate({"name": form.name, "schema": form.schema_})
         return ResponseFormat(type=form.type, json_schema=schema)
 
-    def renamed(self, error: ApiError) -> ApiError:
-        """Return an error that was raised while `completion` was prepared, with the names of fields of this body."""
-        message, param = self._rename(error.message), self._rename(error.param or "") or None
-        return ApiError(error.status, error.code, message, param, retry_after_s=error.retry_after_s)
-
-    def _rename(self, text: str) -> str:
-        def path(found: re.Match[str]) -> str:
-            paths = self.chat.paths
-            return paths[int(found[1])] if int(found[1]) < len(paths) else found[0]
-
-        text = MESSAGE.sub(path, text).replace(".image_url.url", ".image_url")
-        return NAME.sub(lambda found: NAMES[found[0]], text)
+    def own_name(self, param: str) -> str:
+        found = MESSAGE.fullmatch(param)
+        return super().own_name(param) if found is None else self.chat.paths[int(found[1])] + found[2]
 
     @property
     def options(self) -> str:

@@ -11,20 +11,19 @@ from pydantic import Field, TypeAdapter
 
 from forebay.ingress.body_limits import MESSAGES_MAX
 from forebay.ingress.errors import invalid
-from forebay.ingress.openai.fields import Body, Neutral, optional, reject_extra
+from forebay.ingress.openai.fields import Body, Neutral, optional, require_fields
 from forebay.ingress.openai.requests import ContentPart, MediaUrl, Message, Role
 from forebay.ingress.openai.tools import CalledFunction, CallId, ToolCall
 
 ID_CHARS_MAX = 512  # of an item: its kind, its position, and the id of its response
 MESSAGE, CALL, RESULT, REASONING = "message", "function_call", "function_call_output", "reasoning"
 REFERENCE = "item_reference"
-# Required fields of an item, by its type.
-FIELDS_OF = {
-    MESSAGE: ("role", "content"),
-    CALL: ("call_id", "name", "arguments"),
-    RESULT: ("call_id", "output"),
-    REASONING: (),
-    REFERENCE: ("id",),
+# Required and optional fields of an item, by its type.
+FIELDS_OF: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    MESSAGE: (("role", "content"), ("id",)),
+    CALL: (("call_id", "name", "arguments"), ("id",)),
+    RESULT: (("call_id", "output"), ("id",)),
+    REASONING: ((), ("id", "content")),
 }
 IMAGE = "input_image"
 # Field with the value of a part, by the type of the part.
@@ -94,11 +93,16 @@ def plain(value: Any) -> Any:
 
 def listed(items: Sequence[Item], response_id: str) -> list[dict[str, Any]]:
     """Return the items of a conversation as the list of the input items of a response shows them."""
-    return [_listed(item, f"in_{at}_{response_id}") for at, item in enumerate(items)]
+    found: dict[str, dict[str, Any]] = {}
+    for at, item in enumerate(items):
+        own = f"in_{at}_{response_id}"
+        item_id = own if item.id is None or item.id in found else item.id  # clients may send one id twice
+        found[item_id] = _listed(item, item_id)
+    return [*found.values()]
 
 
 def _listed(item: Item, item_id: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"id": item_id, "status": "completed", **plain(item), "type": item.kind}
+    found: dict[str, Any] = {"status": "completed", **plain(item), "id": item_id, "type": item.kind}
     if item.kind == REASONING:
         found["summary"] = []
     if item.kind == MESSAGE and isinstance(item.content, str):
@@ -131,7 +135,9 @@ class ChatBuilder:
 
         Raises ApiError (400) if the item, or a field of it, is not supported.
         """
-        _require_fields(path, item)
+        if item.kind not in FIELDS_OF:  # also a reference that no stored response has replaced
+            raise invalid(f"{path}: items of type {item.kind} are not supported", path, "unsupported_parameter")
+        require_fields(item, path, item.kind, *FIELDS_OF[item.kind])
         match item.kind:
             case "message" if item.role != "assistant":
                 assert item.role is not None
@@ -171,17 +177,6 @@ class ChatBuilder:
         self._path, self._reasoning, self._texts, self._calls = "", [], [], []
 
 
-def _require_fields(path: str, item: Item) -> None:
-    """Raise ApiError (400) for an unsupported type or field, or if a field is missing."""
-    fields = FIELDS_OF.get(item.kind)
-    if fields is None or item.kind == REFERENCE:  # a reference that no stored response has replaced
-        raise invalid(f"{path}: items of type {item.kind} are not supported", path, "unsupported_parameter")
-    reject_extra(item, f"{path}.")
-    for name in fields:
-        if getattr(item, name) is None:
-            raise invalid(f"{path}.{name} is missing", f"{path}.{name}")
-
-
 def _texts(content: str | list[Part] | None, path: str) -> list[str]:
     if isinstance(content, str):
         return [content]
@@ -201,10 +196,8 @@ def _part(part: Part, path: str) -> ContentPart:
     name = VALUE_OF.get(part.type)
     if name is None:
         raise invalid(f"{path}: parts of type {part.type} are not supported", path, "unsupported_parameter")
-    reject_extra(part, f"{path}.")
-    value: str | None = getattr(part, name)
-    if value is None:
-        raise invalid(f"{path}.{name} is missing", f"{path}.{name}")
+    require_fields(part, path, part.type, (name,))
+    value: str = getattr(part, name)
     if part.type == IMAGE:
         return ContentPart(type="image_url", image_url=MediaUrl(url=value))
     return ContentPart(type="text", text=value)
