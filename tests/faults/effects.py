@@ -163,10 +163,8 @@ class Effects:
             for effect in effects_of(decided):
                 if effect in self._written:
                     continue
-                # An owner sends no work that has become void in the turn of the decision.
-                was_void = following is not None and (
-                    following.decided.owner_epoch > decided.owner_epoch or following.at_us - one.at_us < TURN_US
-                )
+                # A turn sends no work that a later decision of the turn made void, and a new owner none that any did.
+                was_void = following is not None and (is_replaced or following.at_us - one.at_us < TURN_US)
                 match decided:
                     case RequestRouted() | CommandSent() if was_void:
                         continue

@@ -4,18 +4,20 @@
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
 from forebay.events.codec import decode
-from forebay.events.decisions import OwnerClaimed
+from forebay.events.decisions import Advanced, OwnerClaimed, RequestHeld, RequestRouted, Sealed
 from forebay.events.topics import DECISIONS
 from tests.depth import sampled
 from tests.faults.coordinator import PARTITION
-from tests.faults.effects import Violation
+from tests.faults.effects import Effects, Violation
 from tests.faults.loop import VirtualLoop
 from tests.faults.plan import (
     KAFKA_KINDS,
@@ -33,6 +35,7 @@ from tests.faults.process import Process
 from tests.faults.rules import OTHER_RULES, OWN_RULES
 from tests.faults.search import kind_of, shrink, simulate_seed
 from tests.faults.simulation import Result, simulate
+from tests.harness.samples import example
 
 SEEDS = range(24)
 PLANS = Path(__file__).with_name("plans")  # what the shrinker left of seeds that failed
@@ -75,6 +78,17 @@ def test_effects_of_aborts_commands_and_queries_follow_the_journal() -> None:
     faults = tuple(Fault(2_000 + 400 * number, kinds[number % 2]) for number in range(20))
     result = simulate(calm_plan(requests=tuple(given_up), faults=faults, speedup=0.2))
     assert (result.violation, result.outcomes) == ("", {"disconnected": 20})
+
+
+@pytest.mark.parametrize(("is_held", "sealed_by", "is_lost"), [(True, 2, False), (True, 1, True), (False, 2, True)])
+def test_only_a_new_owner_need_not_send_work_that_is_void(*, is_held: bool, sealed_by: int, is_lost: bool) -> None:
+    effects = Effects()
+    later = RequestHeld if is_held else Advanced
+    for second, (kind, epoch) in enumerate([(RequestRouted, 1), (later, 1), (Sealed, sealed_by)]):
+        decided = structs.replace(example(kind, full=False), owner_epoch=epoch)
+        effects.on_decision(decided, at_us=second * 1_000_000)
+    with pytest.raises(Violation, match=r"lost effect: .*WorkItem") if is_lost else nullcontext():
+        effects.check_durable(Counter())
 
 
 def test_a_process_may_be_stopped_before_it_begins() -> None:
