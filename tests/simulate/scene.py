@@ -25,6 +25,7 @@ from forebay.simulate.outcome import RequestOutcome, SimulationOutcome
 from forebay.simulate.planned import Planning
 from forebay.simulate.settings import (
     DELAYS,
+    Delay,
     LifeCycleSettings,
     PoolSettings,
     Settings,
@@ -43,6 +44,18 @@ from forebay.simulate.workloads.rows import BLOCK_TOKENS, MooncakeRow
 def one_pool(workers: int, engine: EngineConfig, *, seed: int = 0) -> Settings:
     """Return settings with one pool of identical workers, without delays, failures or scale-up."""
     return Settings(pools=(PoolSettings(groups=(WorkerGroup(count=workers, engine=engine),)),), seed=seed)
+
+
+def crash_at(at_us: int, worker: str, back_us: int | None = None) -> WorkerFault:
+    return WorkerFault(worker=worker, at_s=at_us / S, back_s=None if back_us is None else back_us / S)
+
+
+def start_at(at_us: int, pool: str = "default", group: int = 0, count: int = 1) -> WorkerStart:
+    return WorkerStart(at_s=at_us / S, pool=pool, group=group, count=count)
+
+
+def latency(fixed_us: int = 0, jitter_us: int = 0) -> Delay:
+    return Delay(fixed_ms=fixed_us / MS, jitter_ms=jitter_us / MS)
 
 
 class LeastUsed:
@@ -224,8 +237,8 @@ def comparable(outcome: SimulationOutcome) -> Any:
 def eventful() -> str:
     """Return the digest of a run that covers most event types and a hash of its request outcomes."""
     life = LifeCycleSettings(
-        faults=(WorkerFault(worker="mock-1", at_us=900 * MS, back_us=2_000 * MS),),
-        starts=(WorkerStart(at_us=1_500 * MS, pool="elsewhere"),),
+        faults=(crash_at(worker="mock-1", at_us=900 * MS, back_us=2_000 * MS),),
+        starts=(start_at(at_us=1_500 * MS, pool="elsewhere"),),
         mtbf_s=9.0,
         repair_s=1.0,
         cold_start_s=0.5,

@@ -15,20 +15,17 @@ from forebay.simulate import cluster
 from forebay.simulate.outcome import summary
 from forebay.simulate.settings import (
     DELAYS,
-    Delay,
     Delays,
     LifeCycleSettings,
     Settings,
     SettingsUnusable,
     Transfer,
-    WorkerFault,
-    WorkerStart,
     validate_settings,
 )
 from forebay.simulate.tiers.settings import DiskTier, FleetTiers, HostTier, StoreTier, TierModel
 from forebay.simulate.workload import Turn
 from tests.depth import examples
-from tests.simulate.scene import comparable, fleet, run, split, turn
+from tests.simulate.scene import comparable, crash_at, fleet, latency, run, split, start_at, turn
 
 Tier = TypeVar("Tier", bound=TierModel)
 
@@ -73,7 +70,9 @@ def workloads(draw: st.DrawFn) -> tuple[Turn, ...]:
     return tuple(turns)
 
 
-DELAY = st.builds(Delay, fixed_us=st.sampled_from([0, 0, 900, 40 * MS]), jitter_us=st.sampled_from([0, 0, 500, 9 * MS]))
+DELAY = st.builds(
+    latency, fixed_us=st.sampled_from([0, 0, 900, 40 * MS]), jitter_us=st.sampled_from([0, 0, 500, 9 * MS])
+)
 TRANSFERS = st.builds(
     Transfer,
     kv_transfer_bandwidth=st.sampled_from([0.0, 0.01, 64.0]),
@@ -84,7 +83,7 @@ LIVES = st.builds(
     LifeCycleSettings,
     faults=st.lists(
         st.builds(
-            WorkerFault,
+            crash_at,
             worker=st.sampled_from(["mock-0", "mock-1", "mock-2"]),
             at_us=TIMES,
             back_us=st.one_of(st.none(), TIMES),
@@ -92,7 +91,7 @@ LIVES = st.builds(
         max_size=4,
     ).map(tuple),
     starts=st.lists(
-        st.builds(WorkerStart, at_us=TIMES, count=st.integers(1, 2), pool=st.sampled_from(["default", "prefill"])),
+        st.builds(start_at, at_us=TIMES, count=st.integers(1, 2), pool=st.sampled_from(["default", "prefill"])),
         max_size=2,
     ).map(tuple),
     mtbf_s=st.sampled_from([0.0, 0.0, 2.0, 30.0]),

@@ -9,23 +9,20 @@ from forebay.engine_model.timing import decode_us, prefill_us
 from forebay.simulate.delays import Draws
 from forebay.simulate.outcome import summary
 from forebay.simulate.settings import (
-    Delay,
     Delays,
     LifeCycleSettings,
     PoolSettings,
     Settings,
     SettingsUnusable,
     Transfer,
-    WorkerFault,
     WorkerGroup,
-    WorkerStart,
     engine_config,
     policy,
 )
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.transfers import FETCH_US_MAX, LEASE_US
 from tests.simulate import scene
-from tests.simulate.scene import Turns, fleet, split, turn
+from tests.simulate.scene import Turns, crash_at, fleet, latency, split, start_at, turn
 
 run = partial(scene.run, router="round-robin")
 served = partial(scene.served, router="round-robin")
@@ -40,7 +37,7 @@ def dies(
     worker: str, at_us: int, back_us: int | None = None, lease_ttl_s: float = 1.0, **life: Any
 ) -> LifeCycleSettings:
     """Return a life cycle in which one worker dies once."""
-    fault = WorkerFault(worker=worker, at_us=at_us, back_us=back_us)
+    fault = crash_at(worker=worker, at_us=at_us, back_us=back_us)
     return LifeCycleSettings(faults=(fault,), lease_ttl_s=lease_ttl_s, **life)
 
 
@@ -74,7 +71,7 @@ def test_retries_of_equal_prompts_do_not_share_output_blocks() -> None:
 
 def test_a_request_continues_after_losing_two_workers() -> None:
     again_us = FIRST_US + DECODE_US // 2 + S + prefill_us(PROMPT + 1) + 9 * DECODE_US + DECODE_US // 2
-    faults = WorkerFault(worker="mock-0", at_us=FIRST_US + DECODE_US // 2), WorkerFault(worker="mock-2", at_us=again_us)
+    faults = crash_at(worker="mock-0", at_us=FIRST_US + DECODE_US // 2), crash_at(worker="mock-2", at_us=again_us)
     [one] = served(fleet(3, LifeCycleSettings(faults=faults, lease_ttl_s=1.0)), turn(0, PROMPT, 100))
     assert (one.attempts, one.first_us) == (3, FIRST_US)
     assert one.last_us == again_us + S + lone_us(PROMPT + 1 + 10, 100 - 1 - 10)
@@ -121,7 +118,7 @@ def test_request_of_a_lost_worker_waits_for_a_replacement_until_its_deadline() -
     assert [one.failure for one in outcome.requests] == ["the deadline passed"]
     assert outcome.lasted_us == 30 * S
     # A replacement that joins after the deadline is too late.
-    late = WorkerFault(worker="mock-0", at_us=FIRST_US + 1, back_us=3 * 86_400 * S)
+    late = crash_at(worker="mock-0", at_us=FIRST_US + 1, back_us=3 * 86_400 * S)
     for faults in (life.faults, (late,)):
         a_day = run(fleet(1, LifeCycleSettings(faults=faults, lease_ttl_s=1.0)), turn(0, PROMPT, 100))
         assert (a_day.requests[0].failure, a_day.lasted_us) == ("the deadline passed", 86_400 * S)
@@ -163,7 +160,7 @@ def test_a_replacement_ends_the_lease_of_its_predecessor() -> None:
 
 
 def test_a_process_can_die_before_it_joins() -> None:
-    faults = WorkerFault(worker="mock-0", at_us=2 * S, back_us=S), WorkerFault(worker="mock-0", at_us=4 * S, back_us=S)
+    faults = crash_at(worker="mock-0", at_us=2 * S, back_us=S), crash_at(worker="mock-0", at_us=4 * S, back_us=S)
     life = LifeCycleSettings(faults=faults, cold_start_s=3.0, lease_ttl_s=10.0)
     outcome = run(fleet(1, life), turn(0, 64, at_us=2 * S + 1))
     assert [one.first_us for one in outcome.requests] == [8 * S + prefill_us(64)]
@@ -171,13 +168,13 @@ def test_a_process_can_die_before_it_joins() -> None:
 
 
 def test_a_request_fails_after_losing_three_workers() -> None:
-    faults = tuple(WorkerFault(worker=f"mock-{number}", at_us=at_s * S) for number, at_s in ((0, 1), (2, 3), (1, 5)))
+    faults = tuple(crash_at(worker=f"mock-{number}", at_us=at_s * S) for number, at_s in ((0, 1), (2, 3), (1, 5)))
     [one] = served(fleet(3, LifeCycleSettings(faults=faults, lease_ttl_s=1.0)), turn(0, 100_000, 9_999))
     assert (one.failure[:9], one.attempts) == ("3 workers", 3)
 
 
 def test_workers_started_later_cost_gpu_time_from_their_start() -> None:
-    life = LifeCycleSettings(starts=(WorkerStart(at_us=2 * S, count=2),), cold_start_s=3.0)
+    life = LifeCycleSettings(starts=(start_at(at_us=2 * S, count=2),), cold_start_s=3.0)
     outcome = run(fleet(1, life), *(turn(number, at_us=number * S) for number in range(10)))
     assert outcome.workers == ["mock-0", "mock-1", "mock-2"]
     # They join at 5 s, before the request that arrives at 5 s.
@@ -189,10 +186,10 @@ def test_workers_started_later_cost_gpu_time_from_their_start() -> None:
 
 
 def test_worker_metrics_are_separate_if_an_earlier_worker_never_joined() -> None:
-    starts = WorkerStart(at_us=2 * S), WorkerStart(at_us=4 * S)
+    starts = start_at(at_us=2 * S), start_at(at_us=4 * S)
     turns = [turn(number, at_us=number * S) for number in range(30)]
     for back_us in (None, 10 * S):
-        faults = (WorkerFault(worker="mock-1", at_us=3 * S, back_us=back_us),)
+        faults = (crash_at(worker="mock-1", at_us=3 * S, back_us=back_us),)
         outcome = run(fleet(1, LifeCycleSettings(starts=starts, faults=faults, cold_start_s=3.0)), *turns)
         computed = [0, 0, 0]
         for one in outcome.requests:
@@ -215,21 +212,21 @@ def test_a_random_failure_time_applies_to_one_process_only() -> None:
     draws = Draws(4, "failures mock-0")
     first_us, second_us = draws.next(100 * S), draws.next(100 * S)
     assert first_us + 20 * S < first_us // 2 + second_us, "the second process outlives the remaining time of the first"
-    faults = (WorkerFault(worker="mock-0", at_us=first_us // 2, back_us=0),)
+    faults = (crash_at(worker="mock-0", at_us=first_us // 2, back_us=0),)
     life = LifeCycleSettings(faults=faults, mtbf_s=100.0, lease_ttl_s=5.0)
     [one] = served(fleet(1, life, seed=4), turn(0, at_us=first_us + S))
     assert (one.attempts, one.failure) == (1, "")
 
 
 def test_worker_started_at_the_end_of_the_run_costs_nothing() -> None:
-    life = LifeCycleSettings(starts=(WorkerStart(at_us=2 * S),))
-    outcome = run(fleet(1, life, delays=Delays(progress=Delay(fixed_us=5 * S))), turn(0))
+    life = LifeCycleSettings(starts=(start_at(at_us=2 * S),))
+    outcome = run(fleet(1, life, delays=Delays(progress=latency(fixed_us=5 * S))), turn(0))
     assert outcome.gpu_s == outcome.lasted_us / S == prefill_us(64) / S
 
 
 def test_a_replacement_process_draws_its_own_delays() -> None:
     life = dies("mock-0", 20 * S, back_us=0, lease_ttl_s=10.0)
-    slow = Delays(tokens=Delay(jitter_us=100_000))
+    slow = Delays(tokens=latency(jitter_us=100_000))
     found = served(fleet(1, life, delays=slow), turn(0), turn(1, at_us=30 * S))
     assert len({one.first_us - one.arrived_us for one in found}) == 2
 
@@ -257,14 +254,14 @@ def test_random_failures_depend_on_the_seed() -> None:
 @pytest.mark.parametrize(
     ("life", "where", "reason"),
     [
-        (LifeCycleSettings(starts=(WorkerStart(at_us=0, group=1),)), "starts[0].group", "has 1 worker groups"),
+        (LifeCycleSettings(starts=(start_at(at_us=0, group=1),)), "starts[0].group", "has 1 worker groups"),
         (
-            LifeCycleSettings(faults=(WorkerFault(worker="mock-1", at_us=9), WorkerFault(worker="mock-1", at_us=5))),
-            "faults[0].at",
+            LifeCycleSettings(faults=(crash_at(worker="mock-1", at_us=9), crash_at(worker="mock-1", at_us=5))),
+            "faults[0].at_s",
             "mock-1 is not replaced",
         ),
         (
-            LifeCycleSettings(starts=(WorkerStart(at_us=0, count=4_095),)),
+            LifeCycleSettings(starts=(start_at(at_us=0, count=4_095),)),
             "pools",
             "got 4097 workers; the maximum is 4096",
         ),
@@ -322,7 +319,10 @@ def test_a_prompt_is_prefilled_transferred_and_decoded() -> None:
 
 def test_every_message_is_delayed() -> None:
     ways = Delays(
-        submit=Delay(fixed_us=1), work=Delay(fixed_us=20), tokens=Delay(fixed_us=300), progress=Delay(fixed_us=4_000)
+        submit=latency(fixed_us=1),
+        work=latency(fixed_us=20),
+        tokens=latency(fixed_us=300),
+        progress=latency(fixed_us=4_000),
     )
     [one] = served(split(1, 1, transfer=TRANSFER, delays=ways), turn(0, PROMPT))
     assert one.first_us == 1 + 20 + PREFILL_US + 4_000 + 20 + 300 + TRANSFER_US + FETCHED_DECODE_US + 300

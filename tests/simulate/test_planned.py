@@ -14,8 +14,6 @@ from forebay.simulate.settings import (
     LifeCycleSettings,
     Settings,
     SettingsUnusable,
-    WorkerFault,
-    WorkerStart,
     engine_config,
     policy,
 )
@@ -23,7 +21,21 @@ from forebay.simulate.simulation import Simulation
 from forebay.simulate.workload import Turn
 from tests.depth import examples
 from tests.simulate.pressure_traces import PRESSURES, Pressure
-from tests.simulate.scene import INTERVAL_S, S, comparable, fleet, one_pool, planning, played, run, split, turn, wave
+from tests.simulate.scene import (
+    INTERVAL_S,
+    S,
+    comparable,
+    crash_at,
+    fleet,
+    one_pool,
+    planning,
+    played,
+    run,
+    split,
+    start_at,
+    turn,
+    wave,
+)
 
 SLOW = {"max_num_batched_tokens": 512, "max_num_seqs": 8}
 
@@ -70,7 +82,7 @@ def test_a_draining_worker_finishes_its_requests() -> None:
 
 
 def test_a_worker_that_starts_is_stopped_at_once() -> None:
-    life = LifeCycleSettings(faults=(WorkerFault(worker="mock-0", at_us=10 * S, back_us=5 * S),), cold_start_s=1e6)
+    life = LifeCycleSettings(faults=(crash_at(worker="mock-0", at_us=10 * S, back_us=5 * S),), cold_start_s=1e6)
     outcome = planned(fleet(2, life), planning(), *wave(1, 1, 1))
     assert sizes(outcome) == [1, 1]
     assert outcome.gpu_s == pytest.approx(outcome.lasted_us / S + 10 + (INTERVAL_S - 15))
@@ -83,21 +95,21 @@ def test_workers_are_used_again() -> None:
 
 
 def test_a_failed_worker_lowers_the_ready_workers_until_it_is_back() -> None:
-    fault = WorkerFault(worker="mock-1", at_us=10 * S, back_us=40 * S)
+    fault = crash_at(worker="mock-1", at_us=10 * S, back_us=40 * S)
     outcome = planned(fleet(2, LifeCycleSettings(faults=(fault,))), planning(), *wave(2, 2, 2, 2))
     assert sizes(outcome) == [2, 2, 2]
     assert ready(outcome) == [1, 2, 2]
 
 
 def test_a_removed_worker_is_not_replaced_after_a_failure() -> None:
-    fault = WorkerFault(worker="mock-1", at_us=10 * S, back_us=100 * S)
+    fault = crash_at(worker="mock-1", at_us=10 * S, back_us=100 * S)
     outcome = planned(fleet(2, LifeCycleSettings(faults=(fault,))), planning(), *wave(1, 1, 1, 1, 1, 1))
     assert sizes(outcome) == [1, 1, 1, 1, 1]
     assert ready(outcome) == [1, 1, 1, 1, 1]
 
 
 def test_a_failed_worker_without_replacement_is_started_again_by_the_planner() -> None:
-    fault = WorkerFault(worker="mock-1", at_us=10 * S)
+    fault = crash_at(worker="mock-1", at_us=10 * S)
     outcome = planned(fleet(2, LifeCycleSettings(faults=(fault,))), planning(), *wave(2, 2, 2, 2, 2))
     assert ready(outcome) == [1, 1, 2, 2]
 
@@ -158,7 +170,7 @@ def test_equal_runs_are_equal_and_no_request_is_lost(
         (fleet(1), planning(pool={"pool": "other"})),
         (fleet(1), planning(pool={"role": "decode"})),
         (fleet(1), planning(pool={"max_size": 5_000})),
-        (fleet(1, LifeCycleSettings(starts=(WorkerStart(at_us=1),))), planning()),
+        (fleet(1, LifeCycleSettings(starts=(start_at(at_us=1),))), planning()),
     ],
 )
 def test_a_planner_that_does_not_fit_the_fleet_is_rejected(system: Settings, planner: Planning) -> None:

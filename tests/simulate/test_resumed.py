@@ -117,7 +117,7 @@ def test_timing_and_delays_are_applied() -> None:
         for options in (
             {},
             {"hardware": SimulatedHardware(timing=LinearTiming(step=1_000_000.0))},
-            {"delays": Delays(work=Delay(fixed_us=700), tokens=Delay(fixed_us=30))},
+            {"delays": Delays(work=Delay(fixed_ms=0.7), tokens=Delay(fixed_ms=0.03))},
         )
     )
     assert slow.first_us - slow.arrived_us == 1_000_000

@@ -18,13 +18,13 @@ from forebay.runtime.errors import ConfigError
 from forebay.simulate.delays import Draws, Hop, exponential
 from forebay.simulate.outcome import FAILURES_SHOWN, RequestOutcome, SimulationOutcome, UtilizationTimeline, summary
 from forebay.simulate.rank import LOAD_INTERVAL_US, EngineRank
-from forebay.simulate.settings import DELAYS, Delay, Delays, Settings, engine_config, policy
+from forebay.simulate.settings import DELAYS, Delays, Settings, engine_config, policy
 from forebay.simulate.simulation import Simulation
 from forebay.simulate.timeline import BINS_MAX, FIRST_BIN_US, Recorder
 from forebay.simulate.workload import Survey, Turn
 from forebay.simulate.workloads.rows import MooncakeRow
 from tests.core.worlds import spec
-from tests.simulate.scene import CUSTOM, conversations, fleet, one_pool, played, routed, run, served, turn
+from tests.simulate.scene import CUSTOM, conversations, fleet, latency, one_pool, played, routed, run, served, turn
 
 
 def simulated(
@@ -291,7 +291,7 @@ def test_each_name_and_seed_has_its_own_draws() -> None:
 
 @given(sent=st.lists(st.integers(0, 5_000), max_size=30), fixed=st.integers(0, 9_000), jitter=st.integers(0, 9_000))
 def test_records_of_a_hop_never_overtake_each_other(sent: list[int], fixed: int, jitter: int) -> None:
-    hop = Hop(Delay(fixed_us=fixed, jitter_us=jitter), 0, "a")
+    hop = Hop(latency(fixed_us=fixed, jitter_us=jitter), 0, "a")
     times = list(itertools.accumulate(sent))
     arrived = [hop.arrives(now_us) for now_us in times]
     assert arrived == sorted(arrived)
@@ -299,7 +299,7 @@ def test_records_of_a_hop_never_overtake_each_other(sent: list[int], fixed: int,
 
 
 def test_latency_includes_every_hop_of_a_request() -> None:
-    delays = Delays(submit=Delay(fixed_us=1_000), work=Delay(fixed_us=200), tokens=Delay(fixed_us=30))
+    delays = Delays(submit=latency(fixed_us=1_000), work=latency(fixed_us=200), tokens=latency(fixed_us=30))
     [one] = delayed(delays, turn(0, PROMPT, 3, at_us=S)).requests
     assert one.arrived_us == S
     assert one.first_us == S + 1_230 + prefill_us(PROMPT)
@@ -307,7 +307,7 @@ def test_latency_includes_every_hop_of_a_request() -> None:
 
 
 def test_a_rejection_includes_every_hop() -> None:
-    delays = Delays(submit=Delay(fixed_us=1_000), work=Delay(fixed_us=200), tokens=Delay(fixed_us=30))
+    delays = Delays(submit=latency(fixed_us=1_000), work=latency(fixed_us=200), tokens=latency(fixed_us=30))
     follower = turn(1, after=(0,), delay_us=5)
     rejected, after = delayed(delays, turn(0, 16_385 * 64), follower).requests
     assert "need 16386 KV blocks" in rejected.failure
@@ -318,7 +318,7 @@ def test_kv_events_reach_the_index_after_their_delay() -> None:
     turns = [turn(number, PROMPT, at_us=number * S, block_ids=SAME) for number in range(3)]
     at_once, later = (
         [decision.terms.device_overlap for decision in routed(fleet(1, delays=delays), *turns).values()]
-        for delays in (Delays(), Delays(kv_events=Delay(fixed_us=1_500_000)))
+        for delays in (Delays(), Delays(kv_events=latency(fixed_us=1_500_000)))
     )
     assert (at_once, later) == ([0, 10, 10], [0, 0, 10])
 
@@ -327,7 +327,7 @@ def test_routed_load_falls_when_progress_is_received() -> None:
     # As long as the first prompt counts as pending, the second request goes to the other worker.
     turns = [turn(0, PROMPT, 1, block_ids=SAME), turn(1, PROMPT, 1, at_us=S, block_ids=SAME)]
     for delay_us, workers in ((0, 1), (2 * S, 2)):
-        found = delayed(Delays(progress=Delay(fixed_us=delay_us)), *turns).requests
+        found = delayed(Delays(progress=latency(fixed_us=delay_us)), *turns).requests
         assert len({one.worker for one in found}) == workers
 
 
@@ -337,7 +337,7 @@ def test_load_reports_are_delayed() -> None:
         return [one.worker for one in delayed(delays, *turns, router="tests.simulate.scene.LeastUsed").requests]
 
     assert workers(Delays()) == [0, 1, 0]
-    assert workers(Delays(metrics=Delay(fixed_us=S))) == [0, 0, 0]
+    assert workers(Delays(metrics=latency(fixed_us=S))) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("name", sorted(DELAYS))
@@ -350,7 +350,7 @@ def test_measured_delays_match_the_configured_ones(name: str) -> None:
 
 
 def test_a_run_lasts_until_the_last_response_is_received() -> None:
-    slow = Delays(tokens=Delay(jitter_us=S))
+    slow = Delays(tokens=latency(jitter_us=S))
     turns = [turn(number, at_us=number * 10_000) for number in range(20)]
     outcome = delayed(slow, *turns, workers=20, router="round-robin")
     last_us = [one.last_us for one in outcome.requests]

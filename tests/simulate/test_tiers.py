@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from forebay.engine_model.timing import prefill_us
 from forebay.simulate.outcome import summary
 from forebay.simulate.settings import (
-    Delay,
     Delays,
     LifeCycleSettings,
     SettingsUnusable,
     Transfer,
-    WorkerFault,
     validate_settings,
 )
 from forebay.simulate.tiers.link import SharedLink
@@ -25,7 +23,7 @@ from forebay.simulate.tiers.rank_tiers import SharedStore
 from forebay.simulate.tiers.settings import DiskTier, FleetTiers, HostTier, StoreTier
 from forebay.simulate.workload import Turn
 from tests.depth import examples
-from tests.simulate.scene import fleet, routed, run, served, split, turn
+from tests.simulate.scene import crash_at, fleet, latency, routed, run, served, split, turn
 
 S = 1_000_000
 BLOCK_BYTES = 64 * Transfer().kv_bytes_per_token
@@ -91,7 +89,7 @@ def test_the_router_sees_the_shared_store() -> None:
 
 
 def test_a_disk_survives_its_worker_and_host_memory_does_not() -> None:
-    fault = WorkerFault(worker="mock-0", at_us=2 * S, back_us=S)
+    fault = crash_at(worker="mock-0", at_us=2 * S, back_us=S)
     life = LifeCycleSettings(faults=(fault,), lease_ttl_s=0.5)
     for tiers, name in (
         (HOST, ""),
@@ -119,7 +117,7 @@ def test_only_blocks_that_are_used_again_pass_the_filter() -> None:
 def test_blocks_that_have_left_the_shared_store_are_computed() -> None:
     # A write is slow, so the second prompt pushes the first out of the store while its load waits for the latency.
     tiers = FleetTiers(store=StoreTier(size="10blocks", bandwidth=0.0, latency_us=100_000))
-    slow = Delays(work=Delay(fixed_us=0))
+    slow = Delays(work=latency(fixed_us=0))
     turns = (prompt(0, 1, 0), prompt(1, 2, 1), prompt(2, 1, 1.09))
     outcome = run(fleet(2, tiers=tiers, delays=slow), *turns, router="round-robin")
     assert all(not one.failure for one in outcome.requests)

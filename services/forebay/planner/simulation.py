@@ -62,7 +62,7 @@ def pool_engine(profile: Profile, kv_tokens: int) -> PoolEngine:
     kv_blocks = max(1, kv_tokens // block_size) if kv_tokens else None
     sizes = dict.fromkeys(("block_size", "max_num_seqs", "max_num_batched_tokens"))
     workers = worker_group(profile, 1, kv_blocks=kv_blocks, **sizes)
-    return PoolEngine(workers, Delays(work=Delay(fixed_us=profile.work_us)))
+    return PoolEngine(workers, Delays(work=Delay(fixed_ms=profile.work_us / 1e3)))
 
 
 def simulated_sizes(

@@ -17,6 +17,7 @@ _SCALE_BITS = 32
 _STEP_BITS = 10  # these bits of a draw select the table entry; the remaining bits select the number of halvings
 _REST_BITS = 64 - _STEP_BITS
 _DIGITS = 18
+US_PER_MS = 1_000
 
 ROUTER = "router"  # producer name of the owner, for rejections that it sends to clients
 
@@ -56,15 +57,15 @@ class Hop:
     """Latency of the records that one producer sends to one topic. Records never overtake each other."""
 
     def __init__(self, delay: Delay, seed: int, name: str) -> None:
-        self._delay = delay
+        self._fixed_us, self._jitter_us = round(delay.fixed_ms * US_PER_MS), round(delay.jitter_ms * US_PER_MS)
         self._draws = Draws(seed, name)
         self._last_us = 0
 
     def arrives(self, now_us: int) -> int:
         """Return the time at which records arrive that were sent together at `now_us`."""
-        at_us = now_us + self._delay.fixed_us
-        if self._delay.jitter_us:
-            at_us += self._draws.next(self._delay.jitter_us)
+        at_us = now_us + self._fixed_us
+        if self._jitter_us:
+            at_us += self._draws.next(self._jitter_us)
         self._last_us = max(at_us, self._last_us)
         return self._last_us
 

@@ -3,47 +3,35 @@
 docs/simulate.md documents the format. Times in the file are in seconds, delays in milliseconds.
 """
 
-import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from forebay.core.routing.policies import BUILT_IN
 from forebay.events.control import RouterConfig
-from forebay.events.names import unknown_name
 from forebay.runtime.errors import ConfigError, prefixed
 from forebay.runtime.files import read_toml
-from forebay.simulate.field_descriptions import in_terms_of_keys, unknown_field
+from forebay.simulate.field_descriptions import converted
 from forebay.simulate.pool_routing_file import ModelRouting, require_unique
 from forebay.simulate.profiles.profile import MOCKER, Gpus, Profile, Size, load_profile
 from forebay.simulate.settings import (
-    DELAYS,
-    TIME_S_MAX,
-    WORKERS_MAX,
-    Delay,
+    Count,
     Delays,
     LifeCycleSettings,
     LifeTimes,
     PoolRole,
     PoolSettings,
-    Seconds,
     Settings,
-    SettingsUnusable,
     Transfer,
     WorkerFault,
     WorkerGroup,
     WorkerStart,
     engine_config,
+    named_delays,
     validate_settings,
 )
 from forebay.simulate.tiers.settings import FleetTiers
-
-US_PER_S = 1e6
-US_PER_MS = 1e3
-
-Count = Annotated[int, msgspec.Meta(ge=1, le=WORKERS_MAX)]
-Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=TIME_S_MAX)]
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,44 +53,17 @@ class _Pool(_Table, frozen=True, kw_only=True):
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] = "simulated"
     role: PoolRole = "aggregated"
     workers: tuple[_Workers, ...]
-    router: dict[str, Any] | None = None
-
-
-class _Delay(_Table, frozen=True, kw_only=True):
-    fixed_ms: Milliseconds = 0.0
-    jitter_ms: Milliseconds = 0.0
-
-
-class _Delays(_Table, frozen=True, kw_only=True):
-    submit: _Delay = _Delay()
-    work: _Delay = _Delay()
-    tokens: _Delay = _Delay()
-    kv_events: _Delay = _Delay()
-    progress: _Delay = _Delay()
-    metrics: _Delay = _Delay()
-
-
-class _Fault(_Table, frozen=True, kw_only=True):
-    worker: str
-    at_s: Seconds
-    back_s: Seconds | None = None
-
-
-class _Start(_Table, frozen=True, kw_only=True):
-    at_s: Seconds
-    pool: str = "default"
-    group: Annotated[int, msgspec.Meta(ge=0)] = 0
-    count: Count = 1
+    router: RouterConfig | None = None
 
 
 class _File(_Table, frozen=True, kw_only=True):
     pools: tuple[_Pool, ...]
-    delays: str | _Delays = _Delays()
+    delays: str | Delays = Delays()
     life: LifeTimes = LifeTimes()
     transfer: Transfer = Transfer()
     tiers: FleetTiers | None = None
-    faults: tuple[_Fault, ...] = ()
-    starts: tuple[_Start, ...] = ()
+    faults: tuple[WorkerFault, ...] = ()
+    starts: tuple[WorkerStart, ...] = ()
     models: tuple[ModelRouting, ...] = ()
 
 
@@ -112,18 +73,9 @@ def load_fleet(path: Path) -> Settings:
     Raises ConfigError if the file cannot be read or a key is invalid.
     """
     raw = read_toml(path)
-    try:
-        _require_known(raw, _File, "")
-        described = msgspec.convert(raw, _File)
-        fleet = _fleet(described, path.parent)
+    with prefixed(path):
+        fleet = _fleet(converted(raw, _File, "key"), path.parent)
         validate_settings(fleet)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {in_terms_of_keys(str(error))}") from error
-    except SettingsUnusable as error:
-        key = re.sub(r"^(faults.*)[.]at$", r"\1.at_s", error.where)
-        raise ConfigError(f"{path}: {key}: {error.reason}") from error
-    except (ConfigError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: {error}") from error
     return fleet
 
 
@@ -156,21 +108,16 @@ def _fleet(described: _File, folder: Path) -> Settings:
             groups=tuple(
                 _group(one, folder, f"pools[{at}].workers[{group_at}]") for group_at, one in enumerate(pool.workers)
             ),
-            router=None if pool.router is None else _router(pool.router, f"pools[{at}].router"),
+            router=_simulatable(pool.router, f"pools[{at}].router"),
         )
         for at, pool in enumerate(described.pools)
     )
     require_unique(described.models)
     return Settings(
         pools=pools,
-        delays=_delays(described.delays),
+        delays=described.delays if isinstance(described.delays, Delays) else named_delays("delays", described.delays),
         life=LifeCycleSettings(
-            **msgspec.structs.asdict(described.life),
-            faults=tuple(map(_fault, described.faults)),
-            starts=tuple(
-                WorkerStart(at_us=round(one.at_s * US_PER_S), pool=one.pool, group=one.group, count=one.count)
-                for one in described.starts
-            ),
+            **msgspec.structs.asdict(described.life), faults=described.faults, starts=described.starts
         ),
         transfer=described.transfer,
         tiers=described.tiers,
@@ -186,39 +133,9 @@ def _group(one: _Workers, folder: Path, where: str) -> WorkerGroup:
         return worker_group(profile, one.count, one.gpus, **sizes)
 
 
-def _router(fields: dict[str, Any], where: str) -> RouterConfig:
-    """Return the routing configuration of a pool. Its fields are those that a `--policy` accepts."""
-    _require_known(fields, RouterConfig, where)
-    try:
-        router = msgspec.convert(fields, RouterConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(in_terms_of_keys(str(error), f"{where}.")) from error
-    if router.mode == "direct" or ("." not in router.mode and router.mode not in BUILT_IN):
+def _simulatable(router: RouterConfig | None, where: str) -> RouterConfig | None:
+    """Return the routing configuration of a pool. Raises ConfigError for a mode that no `--policy` accepts."""
+    if router is not None and (router.mode == "direct" or ("." not in router.mode and router.mode not in BUILT_IN)):
         modes = ", ".join(sorted(set(BUILT_IN) - {"direct"}))
         raise ConfigError(f"{where}.mode: {router.mode!r} cannot be simulated; use {modes} or a dotted class path")
     return router
-
-
-def _require_known(table: dict[str, Any], kind: type[msgspec.Struct], where: str) -> None:
-    """Reject unknown keys. msgspec ignores them in some structs, and never suggests a similar key."""
-    if unknown := unknown_field(table, kind, "key", where):
-        raise ConfigError(unknown)
-
-
-def _delays(described: str | _Delays) -> Delays:
-    if isinstance(described, str):
-        if described not in DELAYS:
-            raise ConfigError(f"delays: {unknown_name('delay profile', described, DELAYS)}")
-        return DELAYS[described]
-    hops = {name: getattr(described, name) for name in described.__struct_fields__}
-    return Delays(
-        **{
-            name: Delay(fixed_us=round(one.fixed_ms * US_PER_MS), jitter_us=round(one.jitter_ms * US_PER_MS))
-            for name, one in hops.items()
-        }
-    )
-
-
-def _fault(one: _Fault) -> WorkerFault:
-    back_us = None if one.back_s is None else round(one.back_s * US_PER_S)
-    return WorkerFault(worker=one.worker, at_us=round(one.at_s * US_PER_S), back_us=back_us)

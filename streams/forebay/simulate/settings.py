@@ -1,16 +1,16 @@
 """Settings of a simulation: fleet, delays and life cycle of workers; and the parser of `--policy`."""
 
 import math
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
 from forebay.engine_model.model import EngineConfig
-from forebay.events.control import BusyThresholds, DisaggConfig, QueueConfig, RouterConfig, RouterMode
+from forebay.events.control import RouterConfig, RouterMode
 from forebay.events.names import unknown_name
 from forebay.events.requests import TIMEOUT_US_MAX
-from forebay.runtime.errors import ConfigError
-from forebay.simulate.field_descriptions import invalid_field
+from forebay.runtime.errors import ConfigError, prefixed
+from forebay.simulate.field_descriptions import converted, field_types
 from forebay.simulate.pool_routing_file import ModelRouting
 from forebay.simulate.tiers.settings import BYTES_PER_US, Bandwidth, FleetTiers, TierUnusable, WorkerTiers
 
@@ -20,29 +20,20 @@ TIME_S_MAX = TIME_US_MAX / 1e6
 TIMEOUT_S_MAX = TIMEOUT_US_MAX / 1e6
 MTBF_S_MIN = 1.0
 KV_BYTES_MAX = 1 << 30  # per token; 1,000 times the largest models
-PARTS: dict[str, type[msgspec.Struct]] = {
-    "": RouterConfig,
-    "busy": BusyThresholds,
-    "queue": QueueConfig,
-    "disagg": DisaggConfig,
-}
-ROUTER_SETTINGS = tuple(
-    f"{part}.{name}" if part else name
-    for part, kind in PARTS.items()
-    for name in kind.__struct_fields__
-    if part or name not in ("mode", *PARTS)
-)
+ROUTER_SETTINGS = tuple(path for path, _ in field_types(RouterConfig) if path != "mode")
 
 PoolRole = Literal["aggregated", "prefill", "decode"]
 Time = Annotated[int, msgspec.Meta(ge=0, le=TIME_US_MAX)]  # microseconds
 KvBytes = Annotated[int, msgspec.Meta(ge=1, le=KV_BYTES_MAX)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=TIME_S_MAX)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=TIME_S_MAX)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=WORKERS_MAX)]  # of workers
 
 
 class WorkerGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Identical workers of a pool."""
 
-    count: Annotated[int, msgspec.Meta(ge=1, le=WORKERS_MAX)]
+    count: Count
     engine: EngineConfig  # cache size, batch limits and step timing of each worker
     profile: str = "mocker"  # name of the engine profile, for reports
     gpus: float = 1.0  # GPUs per worker, to compute the GPU hours of a run
@@ -67,8 +58,8 @@ class Delay(msgspec.Struct, frozen=True, kw_only=True):
     Records of one producer on one topic never overtake each other.
     """
 
-    fixed_us: Time = 0  # constant part, in microseconds
-    jitter_us: Time = 0  # mean of the exponential part, in microseconds
+    fixed_ms: Milliseconds = 0.0  # constant part, in milliseconds
+    jitter_ms: Milliseconds = 0.0  # mean of the exponential part, in milliseconds
 
 
 class Delays(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,22 +80,29 @@ class Delays(msgspec.Struct, frozen=True, kw_only=True):
 DELAYS = {
     "none": Delays(),
     "embedded": Delays(
-        submit=Delay(fixed_us=1_290),
-        work=Delay(fixed_us=52),
-        tokens=Delay(fixed_us=26),
-        kv_events=Delay(fixed_us=26),
-        progress=Delay(fixed_us=26),
-        metrics=Delay(fixed_us=26),
+        submit=Delay(fixed_ms=1.29),
+        work=Delay(fixed_ms=0.052),
+        tokens=Delay(fixed_ms=0.026),
+        kv_events=Delay(fixed_ms=0.026),
+        progress=Delay(fixed_ms=0.026),
+        metrics=Delay(fixed_ms=0.026),
     ),
     "kafka": Delays(
-        submit=Delay(fixed_us=2_740, jitter_us=940),
-        work=Delay(fixed_us=1_990, jitter_us=1_690),
-        tokens=Delay(fixed_us=1_110, jitter_us=780),
-        kv_events=Delay(fixed_us=2_920, jitter_us=1_470),
-        progress=Delay(fixed_us=2_920, jitter_us=1_470),
-        metrics=Delay(fixed_us=2_920, jitter_us=1_470),
+        submit=Delay(fixed_ms=2.74, jitter_ms=0.94),
+        work=Delay(fixed_ms=1.99, jitter_ms=1.69),
+        tokens=Delay(fixed_ms=1.11, jitter_ms=0.78),
+        kv_events=Delay(fixed_ms=2.92, jitter_ms=1.47),
+        progress=Delay(fixed_ms=2.92, jitter_ms=1.47),
+        metrics=Delay(fixed_ms=2.92, jitter_ms=1.47),
     ),
 }
+
+
+def named_delays(where: str, name: str) -> Delays:
+    """Return delays by their name. Raises ConfigError, which begins with `where`, for an unknown name."""
+    if name not in DELAYS:
+        raise ConfigError(f"{where}: {unknown_name('delay profile', name, DELAYS)}")
+    return DELAYS[name]
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,18 +129,18 @@ class WorkerFault(msgspec.Struct, frozen=True, kw_only=True):
     """Scheduled crash of a worker's process. It has no effect if the process is already dead."""
 
     worker: str
-    at_us: Time
-    # Microseconds from the crash to the start of a replacement process; None for no replacement.
-    back_us: Time | None = None
+    at_s: Seconds
+    # Seconds from the crash to the start of a replacement process; None for no replacement.
+    back_s: Seconds | None = None
 
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     """Scheduled start of additional workers."""
 
-    at_us: Time
+    at_s: Seconds
     pool: str = "default"
     group: Annotated[int, msgspec.Meta(ge=0)] = 0  # index of the worker group in the pool, from 0
-    count: Annotated[int, msgspec.Meta(ge=1, le=WORKERS_MAX)] = 1
+    count: Count = 1
 
 
 class LifeTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -288,19 +286,19 @@ def _require_faults(settings: Settings) -> None:
     if 0 < life.mtbf_s < MTBF_S_MIN:
         reason = f"got {life.mtbf_s}; must be 0 or at least {MTBF_S_MIN:g} s"
         raise SettingsUnusable("life.mtbf_s", reason)
-    starts = sorted(life.starts, key=lambda start: start.at_us)
-    begins = [0] * settings.workers + [start.at_us for start in starts for _ in range(start.count)]
-    free_us: dict[str, int | None] = {worker_id(number): begin_us for number, begin_us in enumerate(begins)}
-    for fault in sorted(life.faults, key=lambda fault: fault.at_us):
+    starts = sorted(life.starts, key=lambda start: start.at_s)
+    begins = [0.0] * settings.workers + [start.at_s for start in starts for _ in range(start.count)]
+    free_s: dict[str, float | None] = {worker_id(number): begin_s for number, begin_s in enumerate(begins)}
+    for fault in sorted(life.faults, key=lambda fault: fault.at_s):
         where = f"faults[{life.faults.index(fault)}]"
-        if fault.worker not in free_us:
+        if fault.worker not in free_s:
             known = [f"{worker_id(0)} to {worker_id(len(begins) - 1)}"]
             raise SettingsUnusable(f"{where}.worker", unknown_name("worker", fault.worker, known))
-        there_us = free_us[fault.worker]
-        if there_us is None or fault.at_us < there_us:
-            state = "is not replaced after an earlier fault" if there_us is None else f"starts at {there_us / 1e6:g} s"
-            raise SettingsUnusable(f"{where}.at", f"worker {fault.worker} {state}, so it cannot die at this time")
-        free_us[fault.worker] = None if fault.back_us is None else fault.at_us + fault.back_us
+        there_s = free_s[fault.worker]
+        if there_s is None or fault.at_s < there_s:
+            state = "is not replaced after an earlier fault" if there_s is None else f"starts at {there_s:g} s"
+            raise SettingsUnusable(f"{where}.at_s", f"worker {fault.worker} {state}, so it cannot die at this time")
+        free_s[fault.worker] = None if fault.back_s is None else fault.at_s + fault.back_s
 
 
 def engine_config(
@@ -331,22 +329,17 @@ def policy(text: str) -> RouterConfig:
     modes = [mode for mode in get_args(RouterMode) if mode != "direct"]
     if name not in modes and "." not in name:
         raise ConfigError(unknown_name("router mode", name, (*modes, "module.Class")))
-    parts: dict[str, dict[str, str]] = {part: {} for part in PARTS}
-    for one in rest.split(",") if rest else ():
-        setting, equals, value = one.partition("=")
-        part, _, field = setting.rpartition(".")
-        if part not in PARTS or field not in PARTS[part].__struct_fields__ or setting == "mode":
-            raise ConfigError(f"policy {text!r}: {unknown_name('setting', setting, ROUTER_SETTINGS)}")
-        if not equals:
-            raise ConfigError(f"policy {text!r}: expected setting=value, got {one!r}")
-        if field in parts[part]:
-            raise ConfigError(f"policy {text!r}: duplicate setting {setting}")
-        parts[part][field] = value
-    fields = parts.pop("")
-    fields_by_part = {"mode": name, **parts, **fields}
-    try:
-        return msgspec.convert(fields_by_part, RouterConfig, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"policy {text!r}: {invalid_field(fields_by_part, RouterConfig, error, strict=False)}"
-        ) from error
+    fields: dict[str, Any] = {"mode": name}
+    with prefixed(f"policy {text!r}"):
+        for one in rest.split(",") if rest else ():
+            setting, equals, value = one.partition("=")
+            if setting not in ROUTER_SETTINGS:
+                raise ConfigError(unknown_name("setting", setting, ROUTER_SETTINGS))
+            if not equals:
+                raise ConfigError(f"expected setting=value, got {one!r}")
+            part, _, field = setting.rpartition(".")
+            group = fields.setdefault(part, {}) if part else fields
+            if field in group:
+                raise ConfigError(f"duplicate setting {setting}")
+            group[field] = value
+        return converted(fields, RouterConfig, "setting", strict=False)

@@ -89,11 +89,11 @@ class Simulation:
             for group in pool.groups:
                 for _ in range(group.count):
                     self._processes.begin(self._spec(pool, group), group)
-        for start in sorted(settings.life.starts, key=lambda start: start.at_us):
+        for start in sorted(settings.life.starts, key=lambda start: start.at_s):
             pool = by_name[start.pool]
             group = pool.groups[start.group]
             for _ in range(start.count):
-                self._processes.start_at(start.at_us, self._spec(pool, group), group)
+                self._processes.start_at(round(start.at_s * US_PER_S), self._spec(pool, group), group)
         self._processes.plan_faults()
         for routed in settings.model_rules:
             self.cluster.apply(CONTROL, PoolRoutingConfigured(model=intern(routed.name), routing=routed.routing))

@@ -122,7 +122,8 @@ class WorkerProcesses:
         """Schedule the configured faults. Call this after all workers were added."""
         by_id = {worker.spec.worker_id: worker for worker in self.workers}
         for fault in self._life.faults:
-            self._cluster.at(fault.at_us, partial(self._die, by_id[fault.worker], fault.back_us))
+            back_us = None if fault.back_s is None else round(fault.back_s * US_PER_S)
+            self._cluster.at(round(fault.at_s * US_PER_S), partial(self._die, by_id[fault.worker], back_us))
 
     def gpu_s(self, until_us: int) -> float:
         """Return the GPU seconds used by all processes until `until_us`, including cold starts."""

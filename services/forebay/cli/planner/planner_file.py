@@ -2,29 +2,24 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 
-from forebay.cli.common.plain_file import kind_of, read_plain_file
-from forebay.cli.profiler.profile_file import MeasuredProfile
+from forebay.cli.common.plain_file import read_plain_file
 from forebay.core.scaling.state import PoolKey
-from forebay.events.names import require_name, unknown_name
+from forebay.events.names import require_name
 from forebay.events.scaling import DecodePoint, PlannerSettings, PoolScaling, PrefillPoint
 from forebay.planner.predictors import predictor
 from forebay.planner.simulation import PoolEngine, pool_engine
 from forebay.runtime.errors import ConfigError, prefixed
 from forebay.runtime.files import read_toml
-from forebay.simulate.field_descriptions import in_terms_of_keys, invalid_field
+from forebay.simulate.field_descriptions import converted
 from forebay.simulate.profiles.profile import MOCKER, load_profile
 from forebay.simulate.settings import WORKERS_MAX
 
 SETTINGS_BYTES_MAX = 1 << 20  # each claim on the topic has the settings with all profiles
-
-PointT = TypeVar("PointT", PrefillPoint, DecodePoint)
-StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
 class PoolTable(PoolScaling, frozen=True, kw_only=True):
@@ -35,6 +30,27 @@ class PoolTable(PoolScaling, frozen=True, kw_only=True):
 
     profile: str = ""
     engine_profile: str = ""
+
+
+class _File(PlannerSettings, frozen=True, kw_only=True):
+    pools: tuple[PoolTable, ...] = ()
+
+
+class _Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """Points of a profile. Of a file that `forebay profile run` wrote, the other fields are ignored."""
+
+    prefill: tuple[PrefillPoint, ...] = ()
+    decode: tuple[DecodePoint, ...] = ()
+    settings: Any = None
+    left_out: Any = None
+
+
+class _NamesPool(Protocol):
+    @property
+    def group(self) -> str: ...
+
+    @property
+    def pool(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +65,16 @@ def read_planner_file(path: Path) -> PlannerFile:
     """Read a file of `forebay planner run`. Raises ConfigError, with file and key, if it is invalid."""
     raw = read_toml(path)
     with prefixed(path):
-        return _file(path, raw)
+        return _settings(path, converted(raw, _File, "key"))
 
 
-def _file(path: Path, raw: Mapping[str, Any]) -> PlannerFile:
-    settings = convert({**raw, "pools": ()}, PlannerSettings)
+def _settings(path: Path, file: _File) -> PlannerFile:
     with prefixed("predictor"):
-        predictor(settings.predictor)
+        predictor(file.predictor)
+    require_distinct(file.pools)
+    settings = PlannerSettings(**msgspec.structs.asdict(file) | {"pools": ()})
     pools, engines = [], {}
-    for number, table in enumerate(pool_tables(raw, PoolTable)):
+    for number, table in enumerate(file.pools):
         with prefixed(f"pools[{number}]"):
             pool = _pool(path, settings, table)
             pools.append(pool)
@@ -126,34 +143,18 @@ def _engine(folder: Path, name: str, pool: PoolScaling) -> PoolEngine:
 
 
 def _profile(path: Path) -> dict[str, Any]:
+    """Return the points in a profile. Raises ConfigError if two points of a stage are for the same place."""
     raw = read_plain_file(path, "profile")
     with prefixed(f"profile {path}"):
-        if not isinstance(raw, dict):
-            raise ConfigError(f"expected an object with prefill and decode, got {kind_of(raw)}")
-        require_known(raw, MeasuredProfile.__struct_fields__)
-        return {
-            "prefill": _points(raw, "prefill", PrefillPoint, ("isl",)),
-            "decode": _points(raw, "decode", DecodePoint, ("context", "concurrency")),
-        }
-
-
-def _points(raw: Mapping[str, Any], stage: str, kind: type[PointT], place: tuple[str, ...]) -> tuple[PointT, ...]:
-    """Return the points of one stage. Raises ConfigError if two points have the same values of `place`."""
-    found = raw.get(stage, [])
-    if not isinstance(found, list):
-        raise ConfigError(f"{stage}: expected a list of points, got {kind_of(found)}")
-    points: dict[tuple[float, ...], PointT] = {}
-    for number, one in enumerate(found):
-        with prefixed(f"{stage}[{number}]"):
-            if not isinstance(one, dict):
-                raise ConfigError(f"expected a point, got {kind_of(one)}")
-            point = convert(one, kind)
-        at = tuple(getattr(point, name) for name in place)
-        if at in points:
-            first = list(points).index(at)
-            raise ConfigError(f"{stage}[{number}]: {stage}[{first}] has the same {' and '.join(place)}")
-        points[at] = point
-    return tuple(points.values())
+        profile = converted(raw, _Profile, "key")
+        for stage, place in (("prefill", ("isl",)), ("decode", ("context", "concurrency"))):
+            first: dict[tuple[float, ...], int] = {}
+            for number, point in enumerate(getattr(profile, stage)):
+                other = first.setdefault(tuple(getattr(point, name) for name in place), number)
+                if other != number:
+                    same = f"{stage}[{other}] has the same {' and '.join(place)}"
+                    raise ConfigError(f"{stage}[{number}]: {same}")
+    return {"prefill": profile.prefill, "decode": profile.decode}
 
 
 def _require_gpus(settings: PlannerSettings) -> None:
@@ -167,44 +168,14 @@ def _require_gpus(settings: PlannerSettings) -> None:
         )
 
 
-# --- parts of every TOML file of `forebay planner` --------------------------------------------------------------------
-
-
-def pool_tables(raw: Mapping[str, Any], kind: type[StructT]) -> list[StructT]:
-    """Return the tables `[[pools]]` as structs. Raises ConfigError if there is none, or one is invalid or repeated."""
-    found = raw.get("pools")
-    if not isinstance(found, list) or not found:
+def require_distinct(pools: Sequence[_NamesPool]) -> None:
+    """Raise ConfigError if there is no table `[[pools]]`, or one has an invalid name or the same pool as another."""
+    if not pools:
         raise ConfigError("expected at least one table [[pools]]")
-    tables: dict[tuple[str, str], StructT] = {}
-    for number, table in enumerate(found):
+    first: dict[tuple[str, str], int] = {}
+    for number, table in enumerate(pools):
         with prefixed(f"pools[{number}]"):
-            if not isinstance(table, dict):
-                raise ConfigError(f"expected a table, got {kind_of(table)}")
-            made = convert(table, kind)
-            names = require_name("model", table["group"]), require_name("pool", table["pool"])
-        if names in tables:
-            first = list(tables).index(names)
-            raise ConfigError(f"pools[{number}]: {'/'.join(names)} is also pools[{first}]; use each pool once")
-        tables[names] = made
-    return list(tables.values())
-
-
-def convert(raw: Mapping[str, Any], kind: type[StructT]) -> StructT:
-    """Return a table as a struct. Raises ConfigError, with the key, if a key or a value is invalid."""
-    require_known(raw, kind.__struct_fields__)
-    try:
-        made = msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(in_terms_of_keys(invalid_field(raw, kind, error))) from None
-    for key in kind.__struct_fields__:
-        value = getattr(made, key)
-        if isinstance(value, float) and not isfinite(value):
-            raise ConfigError(f"{key}: must be a finite number, got {value}")
-    return made
-
-
-def require_known(raw: Mapping[str, Any], keys: Sequence[str]) -> None:
-    """Raise ConfigError if a key is not one of `keys`."""
-    for key in raw:
-        if key not in keys:
-            raise ConfigError(unknown_name("key", key, keys))
+            names = require_name("model", table.group), require_name("pool", table.pool)
+            other = first.setdefault(names, number)
+            if other != number:
+                raise ConfigError(f"{'/'.join(names)} is also pools[{other}]; use each pool once")

@@ -5,16 +5,15 @@ Decisions are executed with local processes or with Kubernetes.
 
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated
 
 import msgspec
 
 from forebay.cli.common.errors import explained, run_service
 from forebay.cli.common.extras import require_extra
 from forebay.cli.planner.command import PlannerRunCommand, PlannerSuperviseCommand
-from forebay.cli.planner.planner_file import pool_tables, read_planner_file, require_known
+from forebay.cli.planner.planner_file import read_planner_file, require_distinct
 from forebay.events.names import unknown_name
 from forebay.planner.actuators.processes import KILL_AFTER_S, ProcessPool
 from forebay.processes.names import named, process_name
@@ -24,10 +23,9 @@ from forebay.processes.supervisor import KubernetesSettings, PodSetKind, Process
 from forebay.processes.supervisor import run as supervise
 from forebay.runtime.errors import ConfigError, prefixed
 from forebay.runtime.files import read_toml
+from forebay.simulate.field_descriptions import converted
 
 KILL_AFTER_S_MAX = 7 * 86_400.0
-
-ActuatorName = Literal["processes", "kubernetes"]
 
 
 class ProcessTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,28 +46,32 @@ class KubernetesTable(msgspec.Struct, frozen=True, kw_only=True):
     statefulset: str = ""
 
 
+class ProcessFile(msgspec.Struct, frozen=True, kw_only=True):
+    actuator: str
+    state: Annotated[str, msgspec.Meta(min_length=1)]  # path of a directory, relative to the file
+    pools: tuple[ProcessTable, ...] = ()
+
+
+class KubernetesFile(msgspec.Struct, frozen=True, kw_only=True):
+    actuator: str
+    pools: tuple[KubernetesTable, ...] = ()
+
+
+FILES: dict[str, type[ProcessFile | KubernetesFile]] = {"processes": ProcessFile, "kubernetes": KubernetesFile}
+
+
 def read_supervise_file(path: Path) -> ProcessSettings | KubernetesSettings:
     """Read a file of `forebay planner supervise`. Raises ConfigError, with file and key, if it is invalid."""
     raw = read_toml(path)
     with prefixed(path):
-        return _settings(path, raw)
-
-
-def _settings(path: Path, raw: Mapping[str, Any]) -> ProcessSettings | KubernetesSettings:
-    actuator = raw.get("actuator")
-    if actuator is None:
-        raise ConfigError(f"the key actuator is missing; expected one of {', '.join(get_args(ActuatorName))}")
-    if actuator not in get_args(ActuatorName):
-        raise ConfigError(unknown_name("actuator", str(actuator), get_args(ActuatorName)))
-    keys = ("actuator", "state", "pools") if actuator == "processes" else ("actuator", "pools")
-    require_known(raw, keys)
-    if actuator == "kubernetes":
-        return KubernetesSettings({(one.group, one.pool): _object(one) for one in pool_tables(raw, KubernetesTable)})
-    state = raw.get("state")
-    if not isinstance(state, str) or not state:
-        raise ConfigError("the key state is missing or not a path; expected a directory, such as state = 'supervisor'")
-    tables = pool_tables(raw, ProcessTable)
-    return ProcessSettings(path.parent / state, tuple(_process_pool(table) for table in tables))
+        actuator = str(raw.get("actuator", ""))
+        if actuator not in FILES:
+            raise ConfigError(unknown_name("actuator", actuator, FILES))
+        file = converted(raw, FILES[actuator], "key")
+        require_distinct(file.pools)
+        if isinstance(file, KubernetesFile):
+            return KubernetesSettings({(one.group, one.pool): _object(one) for one in file.pools})
+        return ProcessSettings(path.parent / file.state, tuple(map(_process_pool, file.pools)))
 
 
 def _process_pool(table: ProcessTable) -> ProcessPool:

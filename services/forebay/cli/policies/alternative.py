@@ -4,14 +4,13 @@ An alternative changes some fields of the pool configurations on the log. All ot
 including changes that were recorded later. The options are checked before the log is read.
 """
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import inspect
 
 from forebay.cli.common.options import Option
 from forebay.cli.policies.allowed import require_policy
@@ -19,7 +18,7 @@ from forebay.cli.policies.file import named_fields, read_policy_file
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.names import unknown_name
 from forebay.runtime.errors import ConfigError, prefixed
-from forebay.simulate.field_descriptions import allowed_values, unknown_field
+from forebay.simulate.field_descriptions import converted, field_types, with_field
 
 SET = "--set"
 POLICY = "--policy"
@@ -52,7 +51,7 @@ class Change:
         with prefixed(self.text):
             if self.path in POOL_FIELDS:
                 return msgspec.structs.replace(pool, **{self.path: self.value})
-            router = _replaced(pool.router, self.path.split("."), self.value)
+            router = with_field(pool.router, self.path, self.value)
             return msgspec.structs.replace(pool, router=router)
 
 
@@ -166,7 +165,7 @@ def _require_policy(mode: str, given: str) -> None:
 
 
 def _change(text: str) -> Change:
-    """Parse `[POOL:]PATH=VALUE`."""
+    """Parse `[POOL:]PATH=VALUE`. The value is JSON, or else a string."""
     given = f"{SET} {text}"
     where, equals, raw = text.partition("=")
     if not equals:
@@ -175,7 +174,12 @@ def _change(text: str) -> Change:
     kind = FIELDS.get(path)
     if kind is None:
         raise ConfigError(f"{given}: {_no_such_field(path)}")
-    value = _value(given, kind, raw)
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        value = raw
+    with prefixed(given):
+        value = converted(value, kind, "field", strict=False)
     Change("", path, value, given).of(_ANY_POOL)  # check the limits of this field alone
     return Change(pool, path, value, given)
 
@@ -187,40 +191,6 @@ def _no_such_field(path: str) -> str:
     return unknown_name("field", path, FIELDS)
 
 
-def _value(given: str, kind: Any, raw: str) -> Any:
-    """Parse a value as JSON, or as a string if it is not JSON."""
-    try:
-        value = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError):
-        value = raw
-    if unknown := unknown_field(value, kind, "field"):
-        raise ConfigError(f"{given}: {unknown}")
-    try:
-        return msgspec.convert(value, kind, strict=False)
-    except msgspec.ValidationError as error:
-        why = f" ({error})" if isinstance(value, list) else ""
-        raise ConfigError(f"{given}: expected {allowed_values(inspect.type_info(kind))}{why}") from None
-
-
-def _replaced(part: Any, path: list[str], value: Any) -> Any:
-    name, *inner = path
-    changed = _replaced(getattr(part, name), inner, value) if inner else value
-    return msgspec.structs.replace(part, **{name: changed})
-
-
-def _fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield path and type of every field of `kind`. For a nested struct, yield its fields instead."""
-    hints = get_type_hints(kind, include_extras=True)
-    for name in kind.__struct_fields__:
-        field = hints[name]
-        if isinstance(field, type) and issubclass(field, msgspec.Struct):
-            yield from _fields(field, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", field
-
-
 # A pool's name, model and block size cannot change, because the recorded caches depend on them.
-POOL_FIELDS: dict[str, Any] = {
-    "attempts_max": get_type_hints(PoolConfigured, include_extras=True)["attempts_max"],
-}
-FIELDS: dict[str, Any] = {**dict(_fields(RouterConfig)), **POOL_FIELDS}
+POOL_FIELDS = {"attempts_max": dict(field_types(PoolConfigured))["attempts_max"]}
+FIELDS: dict[str, Any] = dict(field_types(RouterConfig)) | POOL_FIELDS

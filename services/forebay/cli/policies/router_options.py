@@ -17,7 +17,7 @@ from forebay.cli.policies.file import named_fields, read_policy_file
 from forebay.events.control import DisaggConfig, QueuePolicy, RouterConfig, RouterMode
 from forebay.events.descriptions import split_description
 from forebay.runtime.errors import ConfigError, prefixed
-from forebay.simulate.field_descriptions import invalid_field, unknown_field
+from forebay.simulate.field_descriptions import converted, with_field
 
 MODES = get_args(RouterMode)
 LOAD_ONLY = {"mode": "kv", "overlap_score_credit": 0.0, "use_kv_events": False}
@@ -167,13 +167,10 @@ class RouterOptions:
             raise ConfigError(f"{name}: {text} is not JSON; expected {example}") from None
         if not isinstance(changes, dict):
             raise ConfigError(f"{name}: expected {example}, got {text}")
-        if unknown := unknown_field(changes, DisaggConfig, "field"):
-            raise ConfigError(f"{name}: {unknown}")
-        fields = {**msgspec.to_builtins(disagg), "policy": "isl_bounding", **changes}
-        try:
-            return msgspec.convert(fields, DisaggConfig)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{name}: {invalid_field(fields, DisaggConfig, error)}") from None
+        with prefixed(name):
+            return converted(
+                {**msgspec.to_builtins(disagg), "policy": "isl_bounding", **changes}, DisaggConfig, "field"
+            )
 
 
 ROUTER_OPTIONS: dict[str, RouterOption] = declarations_of(RouterOptions)
@@ -188,12 +185,10 @@ def _serving(config: RouterConfig, named: Container[str]) -> RouterConfig:
 
 
 def _changed(config: RouterConfig, path: str, value: Any, flag: str) -> RouterConfig:
-    group, _, field = path.rpartition(".")
-    part: msgspec.Struct = getattr(config, group) if group else config
     try:
-        part = msgspec.structs.replace(part, **{field: value})
+        changed: RouterConfig = with_field(config, path, value)
     except ValueError as error:
-        raise ConfigError(str(error).replace(field, flag, 1)) from None
+        raise ConfigError(str(error).replace(path.rpartition(".")[2], flag, 1)) from None
     except OverflowError:
         raise ConfigError(f"{flag}: the number is too large") from None
-    return msgspec.structs.replace(config, **({group: part} if group else {field: value}))
+    return changed

@@ -17,7 +17,7 @@ from forebay.processes.engines import EngineChoice
 from forebay.processes.model_source import directory_of, find_model
 from forebay.processes.names import adapters, names
 from forebay.runtime.errors import ConfigError, prefixed
-from forebay.simulate.field_descriptions import invalid_field, unknown_field
+from forebay.simulate.field_descriptions import converted
 from forebay.simulate.profiles.profile import MOCKER, load_profile
 from forebay.workers.engines.adapters import ADAPTERS, ENGINES, MOCK
 from forebay.workers.engines.settings import EngineSettings
@@ -64,7 +64,8 @@ def choose_engine(options: EngineOptions) -> EngineChoice:
     loras = names("--lora", options.lora)
     directories = _directories(loras) if is_real else {}
     arguments = {} if options.engine_args is None else _arguments(options.engine_args)
-    mock = MockArguments() if is_real else _mock_arguments(arguments)
+    with prefixed("--engine-args"):
+        mock = MockArguments() if is_real else converted(arguments, MockArguments, "argument")
     settings = EngineSettings(
         model=directory or DEFAULT_MODEL,
         model_name=called,
@@ -158,15 +159,6 @@ def _directories(loras: Sequence[str]) -> dict[str, Path]:
             raise ConfigError(f"--lora {text}: the name {name} appears twice")
         found[name] = directory_of(directory, f"--lora {text}", weights=True)
     return found
-
-
-def _mock_arguments(raw: Mapping[str, Any]) -> MockArguments:
-    if unknown := unknown_field(raw, MockArguments, "argument"):
-        raise ConfigError(f"--engine-args: {unknown}")
-    try:
-        return msgspec.convert(raw, MockArguments)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"--engine-args: {invalid_field(raw, MockArguments, error)}") from None
 
 
 def _arguments(text: str) -> Mapping[str, Any]:

@@ -30,6 +30,7 @@ from forebay.simulate.settings import (
     SettingsUnusable,
     Transfer,
     WorkerFault,
+    named_delays,
     policy,
     validate_settings,
 )
@@ -47,7 +48,6 @@ from forebay.simulate.workload import Workload, WorkloadOptions
 
 POLICIES = ("kv", "round-robin")
 WORKERS = 8
-US_PER_S = 1_000_000
 INT_MAX = (1 << 63) - 1
 AS_CONFIGURED = "as configured"
 LIFE = ("cold_start_s", "lease_ttl_s")
@@ -208,8 +208,6 @@ class AgainstOptions:
 def settings_of(fleet: FleetOptions) -> Settings:
     """Return the settings of the fleet; options override a file. Raises ConfigError, naming the option, if invalid."""
     settings = _described(fleet)
-    if fleet.delays is not None and fleet.delays not in DELAYS:
-        raise ConfigError(f"--delays: {unknown_name('delay profile', fleet.delays, DELAYS)}")
     faults = len(settings.life.faults)
     life, transfer = (
         {name: value for name in names if (value := getattr(fleet, name)) is not None} for names in (LIFE, TRANSFER)
@@ -217,7 +215,7 @@ def settings_of(fleet: FleetOptions) -> Settings:
     life["faults"] = (*settings.life.faults, *map(_fault, fleet.kill or ()))
     settings = msgspec.structs.replace(
         settings,
-        delays=settings.delays if fleet.delays is None else DELAYS[fleet.delays],
+        delays=settings.delays if fleet.delays is None else named_delays("--delays", fleet.delays),
         life=msgspec.structs.replace(settings.life, **life),
         transfer=msgspec.structs.replace(settings.transfer, **transfer),
         timeout_s=fleet.timeout_s,
@@ -246,7 +244,7 @@ def _described(fleet: FleetOptions) -> Settings:
         if count
     )
     # A fitted profile has measured the latency from the router to the engine, too.
-    return Settings(pools=pools, delays=Delays(work=Delay(fixed_us=profile.work_us)))
+    return Settings(pools=pools, delays=Delays(work=Delay(fixed_ms=profile.work_us / 1e3)))
 
 
 def _counts(fleet: FleetOptions) -> tuple[tuple[str, PoolRole, int], ...]:
@@ -355,12 +353,10 @@ def _fault(text: str) -> WorkerFault:
     match = DEATH.fullmatch(text)
     if match is None:
         raise ConfigError(f"--kill {text}: expected WORKER@SECONDS or WORKER@SECONDS+SECONDS, as in mock-0@60+30")
-    at_us, back_us = (None if time is None else float(time) * US_PER_S for time in (match["at"], match["back"]))
-    if max(at_us or 0, back_us or 0) > TIME_US_MAX:
+    at_s, back_s = float(match["at"]), None if match["back"] is None else float(match["back"])
+    if max(at_s, back_s or 0.0) > TIME_S_MAX:
         raise ConfigError(f"--kill {text}: the maximum is 100 years")
-    return WorkerFault(
-        worker=match["worker"], at_us=round(at_us or 0), back_us=None if back_us is None else round(back_us)
-    )
+    return WorkerFault(worker=match["worker"], at_s=at_s, back_s=back_s)
 
 
 def _flag(where: str, fleet: FleetOptions, faults: int) -> str:

@@ -22,7 +22,6 @@ from forebay.cli.common.terminal import printable
 from forebay.cli.planner.planner_file import PlannerFile, read_planner_file
 from forebay.cli.simulate.command import SimulateCommand
 from forebay.cli.simulate.options import (
-    US_PER_S,
     AgainstOptions,
     FleetOptions,
     ShapeOptions,
@@ -196,10 +195,10 @@ def _result(plan: _Plan, runs: Sequence[SimulationRun]) -> dict[str, Any]:
 def _unreached_faults(settings: Settings, runs: Sequence[SimulationRun]) -> Iterator[str]:
     """Yield a note for each configured crash that lies after the end of a run."""
     for fault in settings.life.faults:
-        at_s = fault.at_us / US_PER_S
-        over = [f"{run.name} after {run.summary['lasted_s']:.1f} s" for run in runs if run.summary["lasted_s"] < at_s]
-        if over:
-            yield f"{fault.worker} did not die at {at_s:g} s, because these runs ended earlier: {', '.join(over)}"
+        ended = [(run.name, run.summary["lasted_s"]) for run in runs if run.summary["lasted_s"] < fault.at_s]
+        if ended:
+            over = [f"{name} after {lasted_s:.1f} s" for name, lasted_s in ended]
+            yield f"{fault.worker} did not die at {fault.at_s:g} s, because these runs ended earlier: {', '.join(over)}"
 
 
 def _times(one: Mapping[str, float], width: str) -> str:

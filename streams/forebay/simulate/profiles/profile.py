@@ -4,14 +4,14 @@ A profile defines the step times of an engine and, optionally, its sizes.
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from forebay.engine_model.timing import EngineTiming, LinearTiming, MockerTiming
-from forebay.runtime.errors import ConfigError
-from forebay.runtime.files import read_file
-from forebay.simulate.field_descriptions import unknown_field
+from forebay.runtime.errors import ConfigError, prefixed
+from forebay.runtime.files import read_toml
+from forebay.simulate.field_descriptions import converted
 from forebay.simulate.profiles.roofline import Assumptions, NumberFormats, kv_blocks, roofline
 from forebay.simulate.profiles.sheets import Gpu, gpu_sheet, gpus_like, read_transformer
 from forebay.simulate.tiers.settings import WorkerTiers
@@ -73,6 +73,9 @@ class _Roofline(_File, frozen=True, kw_only=True, tag="roofline"):
     assumed: Assumptions = Assumptions()  # efficiencies and overheads that no data sheet states
 
 
+_KINDS: Any = _Mocker | _Linear | _Roofline
+
+
 def load_profile(name: str) -> Profile:
     """Load an engine profile: the built-in one if `name` is its name, otherwise the profile file at this path.
 
@@ -87,18 +90,10 @@ def load_profile(name: str) -> Profile:
             reason += f'. For the GPU {" or ".join(gpus)} write a profile with kind = "roofline" and a model: '
             reason += "see docs/simulate.md"
         raise ConfigError(reason)
-    try:
-        raw = msgspec.toml.decode(read_file(path))
-        if unknown := unknown_field(raw, _Mocker | _Linear | _Roofline, "key"):
-            raise ConfigError(unknown)
-        described = msgspec.convert(raw, _Mocker | _Linear | _Roofline)
+    raw = read_toml(path)
+    with prefixed(path):
+        described: _Mocker | _Linear | _Roofline = converted(raw, _KINDS, "key")
         profile = _profile(described, path)
-    except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as error:
-        raise ConfigError(f"{path}: {_in_terms_of_files(str(error))}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply") from None
     return msgspec.structs.replace(
         profile,
         name=described.name or path.stem,
@@ -149,12 +144,6 @@ def _from_sheets(described: _Roofline, path: Path) -> Profile:
         gpus=described.tensor_parallel if sizes.gpus is None else sizes.gpus,
     )
     return Profile(timing=roofline(*shared), sizes=sizes, source=gpu.source or "GPU data sheet in the profile")
-
-
-def _in_terms_of_files(error: str) -> str:
-    """Translate a msgspec error into the key and the reason."""
-    text, at, place = error.partition(" - at `$.")
-    return f"{place.rstrip('`')}: {text}" if at else text.replace("Object", "The profile")
 
 
 def _text(value: str) -> str:
