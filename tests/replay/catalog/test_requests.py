@@ -13,7 +13,7 @@ from forebay.journal.groups import groups_of
 from forebay.journal.reader import JournalReader, Step
 from forebay.replay.catalog.contents import ContentsObserver
 from forebay.replay.catalog.facts import RequestRow
-from forebay.replay.catalog.request_queries import RequestFilter, find, request, requests
+from forebay.replay.catalog.request_queries import RequestFilter, request, requests
 from forebay.replay.catalog.request_steps import STATE_OF_PHASE
 from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Explanation
@@ -198,16 +198,13 @@ async def test_an_id_that_was_used_twice_is_two_requests() -> None:
     made("requests", submitted("x~1", PROMPTS[1]))  # the owner still remembers the ID
     made.wait(130_000_000)
     made("requests", submitted("x~1", PROMPTS[1]))
-    made("requests", submitted("xy", SHORT))
     connection = await tables_of(made)
-    found = find(connection, "x~1")
+    found = requests(connection).requests
     assert [(row.state, row.reason) for row in found] == [
         ("prefill", ""),
         ("rejected", "duplicate_id"),
         ("finished", "stop"),
     ]
-    assert find(connection, "x") == found
-    assert find(connection, "y") == []
     assert [request(connection, row.number) for row in found] == found
     assert request(connection, 1_000) is None
 
@@ -228,7 +225,7 @@ async def test_events_after_the_journal_are_shown_until_a_record_counts_them() -
     await show_tail(connection, observer, tail, 0, reader)
     states = {row.request_id: row.state for row in requests(connection).requests}
     assert states == {"third": "submitted", "second": "prefill", "first": "finished"}
-    assert find(connection, "third")[0].journal_offset is None
+    assert requests(connection).requests[0].journal_offset is None
     observer.clear_unrecorded()
     write(connection, observer)
     states = {row.request_id: row.state for row in requests(connection).requests}

@@ -44,7 +44,6 @@ from forebay.replay.catalog.series import MetricRecorder
 UNRECORDED_MAX = 10_000  # requests shown with events after the journal; submissions pile up while there is no owner
 _FIELDS = f"number INTEGER PRIMARY KEY, {', '.join(name for name in COLUMNS if name != 'number')}"
 _INDEXES = """
-CREATE INDEX requests_by_id ON requests (request_id);
 CREATE INDEX requests_by_time ON requests (submitted_us);
 CREATE INDEX active_requests ON requests (number) WHERE ended_us IS NULL;
 CREATE INDEX unsuccessful_requests ON requests (number) WHERE is_unsuccessful = 1;

@@ -10,18 +10,15 @@ from typing import Any
 
 import msgspec
 
-from forebay.events.request_ids import SEPARATOR, aliases_of, log_id_of
+from forebay.events.request_ids import log_id_of
 from forebay.replay.catalog.facts import RequestPage, RequestRow, RequestState
 from forebay.replay.catalog.request_steps import COLUMNS, ENDED, STATES, UNSUCCESSFUL, Row, decode_steps, mean_itl_us
 
 PAGE_MAX = 500
 WINDOW_ROWS = 1_000  # rows that a query reads at first; then twice as many, and so on
 SCAN_MAX = 63 * WINDOW_ROWS  # rows that a query reads: about 50 ms of work
-FOUND_MAX = 100  # requests with one ID
-ALIASES_MAX = 10_000  # requests of one client ID that a search reads
 NO_BOUND = (1 << 63) - 1
 _COLUMNS = ", ".join(COLUMNS)
-_AFTER_TEXT = "\U0010ffff"  # sorts after every other character
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +78,6 @@ def request(connection: sqlite3.Connection, number: int, at_us: int | None = Non
             found = row_as_of(row, moment_us)
             return found if found.submitted_us <= moment_us else None
     return None
-
-
-def find(connection: sqlite3.Connection, request_id: str) -> list[RequestRow]:
-    """Return the requests with an ID, newest first, at most `FOUND_MAX`.
-
-    The ID is one on the log, the ID that a client chose, or the ID of a request whose parts are requests on the log.
-    """
-    select = f"SELECT {_COLUMNS} FROM {{}} WHERE request_id >= ? AND request_id < ? LIMIT {ALIASES_MAX}"
-    found: dict[int, RequestRow] = {}
-    for table in ("requests", "unrecorded_requests"):
-        for begin, end in _ranges(request_id):
-            for row in connection.execute(select.format(table), [begin, end]):
-                one = row_as_of(row, NO_BOUND)
-                if request_id in aliases_of(one.request_id):
-                    found[one.number] = one
-    return [found[number] for number in sorted(found, reverse=True)[:FOUND_MAX]]
 
 
 def row_as_of(row: Row, moment_us: int) -> RequestRow:
@@ -203,13 +184,6 @@ def _first_after(connection: sqlite3.Connection, moment_us: int) -> int:
         select = f"SELECT number FROM {table} WHERE submitted_us > ? ORDER BY submitted_us, number LIMIT 1"
         found += [number for (number,) in connection.execute(select, [moment_us])]
     return min(found)
-
-
-def _ranges(request_id: str) -> list[tuple[str, str]]:
-    """Return the ranges of IDs on the log that an ID may stand for: itself, and with a number or position after it."""
-    ranges = [(request_id, f"{request_id}\0")]
-    follower = "-" if SEPARATOR in request_id else SEPARATOR
-    return [*ranges, (request_id + follower, request_id + follower + _AFTER_TEXT)]
 
 
 def _meets(found: RequestRow, conditions: RequestFilter) -> bool:

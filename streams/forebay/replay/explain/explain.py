@@ -23,7 +23,7 @@ from forebay.replay.explain.find import (
     OTHERS_MAX,
     Mentions,
     OnProgress,
-    RequestLocation,
+    RequestUse,
     UnknownRequest,
     find,
     find_unapplied_submission,
@@ -179,7 +179,7 @@ def _trail_of(reader: JournalReader, timeline: Timeline, *, with_changes: bool) 
     return trail
 
 
-async def _start(log: Log, partition: int, found: RequestLocation, first: int, states: States) -> Start:
+async def _start(log: Log, partition: int, found: RequestUse, first: int, states: States) -> Start:
     """Return the newest state before the request, or the oldest one if the request was already active there.
 
     If an owner with other decision rules decided about the request first, the state is before the last decision. Raises

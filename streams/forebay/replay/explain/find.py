@@ -52,7 +52,7 @@ class UnknownRequest(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class RequestLocation:
+class RequestUse:
     """Where the journal has records about the last request with an ID.
 
     Attributes:
@@ -114,7 +114,7 @@ async def find(
     thorough: bool,
     progress: OnProgress | None = None,
     mentions: Mentions | None = None,
-) -> RequestLocation:
+) -> RequestUse:
     """Find the records about the last request with an ID, on the log or as the client chose it. Raises UnknownRequest.
 
     If the client chose the ID for several requests, the last routed one is found. If there are `mentions`, only later
@@ -182,7 +182,7 @@ def starts_use(record: RequestRecord, *, held: bool) -> bool:
             return False
 
 
-def _last_use(seen: list[tuple[int, RequestRecord]], *, thorough: bool) -> RequestLocation:
+def _last_use(seen: list[tuple[int, RequestRecord]], *, thorough: bool) -> RequestUse:
     """Return the last use of the last routed request among `seen`, which is newest first."""
     request_id = next((one.request_id for _, one in seen if starts_use(one, held=False)), seen[0][1].request_id)
     others = tuple(dict.fromkeys(one.request_id for _, one in seen if one.request_id != request_id))
@@ -193,7 +193,7 @@ def _last_use(seen: list[tuple[int, RequestRecord]], *, thorough: bool) -> Reque
             first, uses = offset, uses + 1
         if not (isinstance(record, RequestRejected) and record.reason == "duplicate_id"):
             held = isinstance(record, RequestHeld)
-    return RequestLocation(
+    return RequestUse(
         request_id=request_id,
         first=first,
         last=seen[0][0],
