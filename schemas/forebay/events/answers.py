@@ -91,10 +91,12 @@ class AnswerContent(Part, frozen=True, kw_only=True):
     Attributes:
         submission: the first request, without block hashes and media.
         events: valid output of the requests, in the order of the reply slot.
+        has_failed: whether the response ends with an error.
     """
 
     submission: RequestSubmitted
     events: tuple[OutputEvent, ...]
+    has_failed: bool = False
 
 
 AnswerEvent = AnswerStored | AnswerDeleted | AnswerChunk

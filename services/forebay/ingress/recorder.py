@@ -27,10 +27,11 @@ class Recorder:
         self._token_ids = bytearray()
         self._logprobs: list[TokenLogprob] = []
 
-    def content(self, first: RequestSubmitted) -> AnswerContent:
+    def content(self, first: RequestSubmitted, *, has_failed: bool) -> AnswerContent:
         """Return the answer to the request whose first part is `first`."""
         self._add_tokens()
-        return AnswerContent(submission=replace(first, sequence_hashes=b"", media=()), events=tuple(self._events))
+        submission = replace(first, sequence_hashes=b"", media=())
+        return AnswerContent(submission=submission, events=tuple(self._events), has_failed=has_failed)
 
     def add(self, event: OutputEvent) -> None:
         self._add_tokens()

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from xxhash import xxh3_64_intdigest
 
 from forebay.events.base import U64_BYTES
+from forebay.events.request_ids import RequestLocation
 from forebay.events.requests import RequestSubmitted
 from forebay.ingress.errors import ApiError, invalid
 
@@ -35,10 +36,14 @@ class Idempotency(NamedTuple):
         """Return the submissions of a request with the key in a group.
 
         Only the first part has the key. If all had one, a failed first part would free its key, and the parts that had
-        finished would keep theirs, so a repetition would run without them.
+        finished would keep theirs, so a repetition would run without them. See `after_failure` for other failed parts.
         """
         first, *others = parts
         return [replace(first, idempotency_key=self._hash(group), body_hash=self.body_hash), *others]
+
+    def after_failure(self, location: RequestLocation) -> "Idempotency":
+        """Return the key with which every repetition runs, because the request at this location has failed."""
+        return self._replace(secret=b"%b\0%d.%d" % (self.secret, *location))
 
     def require_same_body(self, earlier: RequestSubmitted) -> None:
         """Raise ApiError (409) if the earlier request with this key has another body."""

@@ -9,6 +9,8 @@ with FastAPI, which describes them in the OpenAPI schema and responds to other m
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 from msgspec.structs import replace
 from starlette.requests import ClientDisconnect, Request
@@ -16,19 +18,19 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forebay import runtime
-from forebay.events.request_ids import RequestLocation
+from forebay.events.request_ids import NUMBER_BYTES, RequestLocation, client_id_of, http_request_id
 from forebay.events.requests import RequestSubmitted
 from forebay.ingress.access_log import add_fields
 from forebay.ingress.bodies import KINDS, AnyBody
 from forebay.ingress.errors import ApiError, internal_error
 from forebay.ingress.finder import RequestFinder
 from forebay.ingress.front import Front
-from forebay.ingress.group import GroupClient
 from forebay.ingress.http.body import BodyReader, request_id_of
 from forebay.ingress.http.idempotency import REPLAYED, Idempotency, idempotency_of
 from forebay.ingress.http.queries import respond_to_query
 from forebay.ingress.http.response import AttachedResponse, OneResponse, PartsResponse
 from forebay.ingress.http.responses import BackgroundResponse, snapshot, with_history
+from forebay.ingress.loaded_model import LoadedModel
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.prepare import PreparedRequest
 from forebay.ingress.recorder import RecordedStream, Recorder
@@ -74,7 +76,7 @@ class RunRoutes:
 
 async def respond(request: Request, models: ServedModels, finder: RequestFinder, kind: type[AnyBody]) -> Response:
     """Submit a request, and return its unsent response. Raises ApiError if it is invalid or cannot be served."""
-    began_s, replies_early = runtime.monotonic_s(), False
+    began_s = runtime.monotonic_s()
     front = models.front
     models.require_any()
     with BodyReader(front.bodies) as reader:
@@ -88,55 +90,73 @@ async def respond(request: Request, models: ServedModels, finder: RequestFinder,
         idempotency = idempotency_of(request, raw)
         # Of the models of an alias, a repetition must reach the same one.
         model, name = await models.find(body.model, request_id if idempotency is None else idempotency.key)
-        group = model.group
-        group.require_capacity(body.endpoint)
+        model.group.require_capacity(body.endpoint)
+        replies_early = False
         if isinstance(body, ResponsesBody):
-            body = await with_history(body, finder, group)
+            body = await with_history(body, finder, model.group)
             replies_early = bool(body.background and not body.stream)
         prepared = await model.prepare(body, request.headers.items(), name)
         add_fields(request.scope, model=body.model)
-        parts = _submissions(group, request_id, body, prepared, idempotency)
-    fold = model.fold(parts[0])
+        run = _Run(request.url.path, model, finder, prepared, began_s, body.outlives, replies_early)
+    return await run.submit(request_id, idempotency)
 
-    async def replay(location: RequestLocation) -> Response:
+
+class _Run(NamedTuple):
+    """A prepared request of a client. One with an idempotency key may be submitted again after its response failed.
+
+    Attributes:
+        outlives: whether the request outlives its connection.
+        replies_early: whether the client gets a response as soon as the request is on the log.
+    """
+
+    path: str
+    model: LoadedModel
+    finder: RequestFinder
+    prepared: Sequence[PreparedRequest]
+    began_s: float
+    outlives: bool
+    replies_early: bool
+
+    async def submit(self, request_id: str, idempotency: Idempotency | None) -> Response:
+        """Submit the request with a new id, and return its unsent response. Raises ApiError."""
+        group, parts = self.model.group, self._submissions(request_id, idempotency)
+        fold = self.model.fold(parts[0])
+        replay = None if idempotency is None else partial(self._replay, request_id, idempotency)
+        recorder = Recorder() if fold.rendering.is_kept else None
+        if len(parts) > 1:
+            return PartsResponse(group, fold, parts, self.began_s, recorder=recorder, replay=replay)
+        (first,) = parts
+        recorded = None if recorder is None else RecordedStream(first.reply_key, first.request_id, recorder)
+        stream = await group.submit(first, recorded)
+        response = BackgroundResponse if self.replies_early else OneResponse
+        return response(group, fold, first, stream, self.began_s, recorder=recorder, replay=replay)
+
+    def _submissions(self, request_id: str, idempotency: Idempotency | None) -> list[RequestSubmitted]:
+        """Return the events of all parts, with the idempotency key, and with what the body says about their end."""
+        parts = self.model.group.submissions(request_id, self.prepared)
+        if self.outlives:
+            parts = [replace(part, ingress_incarnation="") for part in parts]
+        if idempotency is not None:
+            parts = idempotency.applied(self.model.group.settings.model_name, parts)
+        rendering = parts[0].rendering
+        assert rendering is not None, "the first part of a response has its rendering"
+        if self.outlives or idempotency is not None:
+            parts[0] = replace(parts[0], rendering=replace(rendering, is_kept=True))
+        return parts
+
+    async def _replay(self, request_id: str, idempotency: Idempotency, location: RequestLocation) -> Response:
+        """Return the response of an earlier request with the same key. If it has failed, submit the request again."""
         try:
-            found = await finder.at(location)
-            if idempotency is not None:
-                idempotency.require_same_body(found.first)
-            if replies_early:
+            found = await self.finder.at(location)
+            idempotency.require_same_body(found.first)
+            if found.content is not None and found.content.has_failed:
+                again = http_request_id(client_id_of(request_id), runtime.random_int(NUMBER_BYTES))
+                return await self.submit(again, idempotency.after_failure(location))
+            if self.replies_early:
                 return await snapshot(found, REPLAYED)
-            return AttachedResponse(found, began_s, headers=REPLAYED)
+            return AttachedResponse(found, self.began_s, headers=REPLAYED)
         except (ApiError, LogError) as error:
-            return error_response(front, error, request.url.path)
-
-    recorder = Recorder() if fold.rendering.is_kept else None
-    if len(parts) > 1:
-        return PartsResponse(group, fold, parts, began_s, recorder=recorder, replay=replay)
-    (first,) = parts
-    recorded = None if recorder is None else RecordedStream(first.reply_key, first.request_id, recorder)
-    stream = await group.submit(first, recorded)
-    response = BackgroundResponse if replies_early else OneResponse
-    return response(group, fold, first, stream, began_s, recorder=recorder, replay=replay)
-
-
-def _submissions(
-    group: GroupClient,
-    request_id: str,
-    body: AnyBody,
-    prepared: Sequence[PreparedRequest],
-    idempotency: Idempotency | None,
-) -> list[RequestSubmitted]:
-    """Return the events of all parts, with the idempotency key, and with what the body says about their end."""
-    parts = group.submissions(request_id, prepared)
-    if body.outlives:
-        parts = [replace(part, ingress_incarnation="") for part in parts]
-    if idempotency is not None:
-        parts = idempotency.applied(group.settings.model_name, parts)
-    rendering = parts[0].rendering
-    assert rendering is not None, "the first part of a response has its rendering"
-    if body.outlives or idempotency is not None:
-        parts[0] = replace(parts[0], rendering=replace(rendering, is_kept=True))
-    return parts
+            return error_response(self.model.group.front, error, self.path)
 
 
 def error_response(front: Front, error: Exception, path: str) -> Response:

@@ -2,7 +2,8 @@
 
 The head is sent with the first token, so a request that the router or an engine rejects gets an HTTP error status.
 After `SILENT_S` without a token the head of a stream and then comments are sent, because proxies close silent
-connections. A later error is the last event of the stream.
+connections. A later error is the last event of the stream. With an idempotency key the head waits for the first event,
+because the owner may locate an earlier request, whose response has another head.
 
 If the client of a stream disconnects, its request is cancelled only after a grace time, in which the client may resume
 the stream here or at another ingress. If the server stops, the owner waits for this time. A request that outlives its
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from forebay import runtime
 from forebay.events.request_ids import RequestLocation, public_id
@@ -136,7 +137,7 @@ class OneResponse(Response):
         if not status:
             assert self._replay is not None, "only requests with an idempotency key are located"
             replayed = await self._replay(location)
-            await replayed(scope, receive, _without_head(send) if self._is_started else send)
+            await replayed(scope, receive, send)
         elif self._recorder is not None:
             await self._keep(self._recorder)
 
@@ -189,8 +190,9 @@ class OneResponse(Response):
         fold = self._fold
         if not fold.is_final or recorder.has_gap:
             return
+        content = recorder.content(self._first, has_failed=fold.error is not None)
         try:
-            await self._group.front.answers.store(fold.request_id, self._location, recorder.content(self._first))
+            await self._group.front.answers.store(fold.request_id, self._location, content)
         except (AnswerTooLarge, LogError) as error:
             logger.warning("the answer to %s is not kept: %s", fold.request_id, error)
 
@@ -251,7 +253,7 @@ class OneResponse(Response):
         """Make `_next` return if no event was sent for `SILENT_S`, and check that again later."""
         loop = asyncio.get_running_loop()
         left_s = self._sent_s + SILENT_S - loop.time()
-        if left_s <= 0:
+        if left_s <= 0 and (self._is_started or not self._first.idempotency_key):
             self._is_silent = True
             self._stream.notify()
         self._timer = loop.call_later(left_s if left_s > 0 else SILENT_S, self._watch)
@@ -433,22 +435,22 @@ class PartsResponse(_OrderedResponse):
         super().__init__(group, fold, parts[0], began_s, **options)
         self._submissions = parts
         self._capacity = asyncio.Semaphore(PARTS_IN_FLIGHT_MAX)
+        # The middleware has admitted one request. The inputs of an embedding request count as one.
+        self._more = 0 if fold.endpoint == EmbeddingBody.endpoint else len(parts) - 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        admission = self._group.front.admission
-        # The middleware has admitted one request. The inputs of an embedding request count as one.
-        more = 0 if self._fold.endpoint == EmbeddingBody.endpoint else self._parts - 1
         try:
-            admission.enter(more)
+            self._group.front.admission.enter(self._more)
         except ApiError as error:
             self._metrics.reject(error.code)
             self._metrics.rejected(self._fold.endpoint)
             await error.send(send, self._fold.client_id, self._fold.error_body(error))
             return
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            admission.leave(more)
+        await super().__call__(scope, receive, send)
+
+    def _close(self) -> None:
+        super()._close()
+        self._group.front.admission.leave(self._more)
 
     async def _run(self) -> None:
         """Run all parts. `_next` raises the error of the first one that cannot be submitted, which ends the others."""
@@ -609,16 +611,6 @@ class _Repeated(Exception):
 
 class _ClientGone(Exception):
     pass
-
-
-def _without_head(send: Send) -> Send:
-    """Return a `send` for the body of a stream whose head was sent during a silence."""
-
-    async def send_body(message: Message) -> None:
-        if message["type"] != "http.response.start":
-            await send(message)
-
-    return send_body
 
 
 async def wait_for_disconnect(receive: Receive, on_disconnect: Callable[[str], None]) -> None:
