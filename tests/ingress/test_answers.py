@@ -14,7 +14,13 @@ from prometheus_client import CollectorRegistry
 
 from forebay.events.codec import encode
 from forebay.events.heartbeats import RouterHeartbeat
-from forebay.events.request_ids import RequestLocation, kafka_api_request_id, parse_public_id, public_id
+from forebay.events.request_ids import (
+    RequestLocation,
+    http_request_id,
+    kafka_api_request_id,
+    parse_public_id,
+    public_id,
+)
 from forebay.events.requests import RESUME_GRACE_S, RequestCancelled, RequestResumed, RequestSubmitted
 from forebay.events.tokens import Embedded, RequestLocated
 from forebay.events.topics import ANSWERS, REQUESTS, TOKENS
@@ -24,6 +30,7 @@ from forebay.ingress.front import Front
 from forebay.ingress.http.app import build_app
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.streams import VIEWS_MAX, Stream
+from forebay.transport import answers
 from forebay.transport.base import Draft
 from tests.harness.only_model import OnlyModel
 from tests.ingress.conftest import (
@@ -46,6 +53,7 @@ from tests.system import until
 
 OTHER = "other"  # incarnation of the other ingress
 STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+ROUTES = [("GET", ""), ("GET", "/stream"), ("POST", "/cancel"), ("DELETE", "")]
 DETACHED: dict[str, Any] = {**STREAM, "forebay": {"detach": True}}
 
 
@@ -323,6 +331,45 @@ async def test_requests_are_found_by_the_ids_of_clients_and_of_the_log(both: Ing
         assert (await resumed(both.other, given)).text == whole.text
 
 
+async def test_the_newest_request_with_an_id_is_found_among_all_models(
+    both: Ingresses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pending, request = await both.begin(**{"x-request-id": "order-7"})
+    both.reply(request.request_id, "the river")
+    await pending
+    later = replace(request, request_id=http_request_id("order-7", 1))
+    monkeypatch.setattr(both.models, "partitions", lambda: [0, 1])
+    for partition, submitted in ((1, later), (0, replace(later, request_id=http_request_id("order-8", 1)))):
+        await both.log.append(
+            [Draft(REQUESTS.name, partition, encode(REQUESTS, submitted), submitted.request_id.encode())]
+        )
+    found = await finder.RequestFinder(both.models).find("order-7")
+    assert (found.request_id, found.location) == (later.request_id, RequestLocation(1, 0))
+
+
+async def test_searches_for_many_ids_share_a_pass_and_are_admitted(
+    both: Ingresses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first search reads the log alone, and all that wait meanwhile read it once. None needs the router's queue."""
+    await both.finished()
+    read, gate, reads = both.log.read, asyncio.Event(), list[str]()
+
+    async def gated(topic: str, *place: int) -> Any:
+        reads.append(topic)
+        await gate.wait()
+        return await read(topic, *place)
+
+    monkeypatch.setattr(both.log, "read", gated)
+    both.front.admission.full.mark()
+    wanted = [(method, f"/v1/requests/r{number}{path}") for number in range(20) for method, path in ROUTES]
+    searching = [asyncio.create_task(both.client.request(*one)) for one in wanted]
+    await until(lambda: both.front.admission.in_flight == len(wanted))
+    gate.set()
+    for response in await asyncio.gather(*searching):
+        assert error(response) == (404, "request_not_found")
+    assert reads == [REQUESTS.name] * 2
+
+
 async def test_ids_that_name_no_request_of_http_are_unknown(both: Ingresses, monkeypatch: pytest.MonkeyPatch) -> None:
     _, request_id = await both.finished()
     log_id, _ = parse_public_id(request_id)
@@ -336,7 +383,7 @@ async def test_ids_that_name_no_request_of_http_are_unknown(both: Ingresses, mon
         *(kafka.request_id, "order-1", f"{kafka.request_id}~0.{offset:x}"),
     ]
     for given in unknown:
-        for method, path in (("GET", ""), ("GET", "/stream"), ("POST", "/cancel"), ("DELETE", "")):
+        for method, path in ROUTES:
             response = await both.other.request(method, f"/v1/requests/{given}{path}")
             assert error(response) == (404, "request_not_found"), (method, given)
     monkeypatch.setattr(finder, "SEARCHED_MAX", 1)
@@ -351,6 +398,16 @@ async def test_answers_that_retention_removed_are_gone(both: Ingresses) -> None:
     assert error(await resumed(both.other, request_id)) == (410, "answer_expired")
     both.log.trim(REQUESTS.name, 0, 1, 1)
     assert error(await resumed(both.other, request_id)) == (410, "answer_expired")
+
+
+async def test_an_answer_that_may_have_been_deleted_is_gone(both: Ingresses, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ingress forgets deletions of the oldest requests, whose records may still be on the log."""
+    monkeypatch.setattr(answers, "KNOWN_MAX", 1)
+    monkeypatch.setattr(answers, "FORGOTTEN", 1)
+    _, oldest = await both.finished()
+    for request_id in (oldest, (await both.finished())[1]):
+        await both.client.delete(f"/v1/requests/{request_id}")
+    assert error(await resumed(both.client, oldest)) == (410, "answer_expired")
 
 
 async def test_a_later_renderer_is_named(both: Ingresses) -> None:
@@ -475,32 +532,65 @@ async def test_a_repeated_request_gets_the_response_of_the_first(both: Ingresses
     assert not any(keys[name] for name in cancelled), "only later parts of a repetition run, until it is located"
 
 
+async def test_a_failed_response_does_not_hold_its_key(both: Ingresses) -> None:
+    """If its first part has finished, the owner keeps the key. So all ingresses go on with the same other key."""
+    body, headers = text(n=2), {"idempotency-key": "k"}
+
+    async def located(slot: int, earlier: int) -> list[RequestSubmitted]:
+        """Locate an earlier request for the next submission, and return the parts that follow."""
+        first, _ = [await both.next_request() for _ in range(2)]
+        both.locate(first, earlier, slot)
+        return [await both.next_request() for _ in range(2)]
+
+    pending = both.start(TEXT, body, **headers)
+    finished, failed = [await both.next_request() for _ in range(2)]
+    both.reply(finished.request_id, "the river")
+    both.refuse(failed.request_id, 502, "engine_failed", attempt=1)
+    assert error(await pending) == (502, "engine_failed")
+    await until(lambda: both.log.next_offset(ANSWERS.name, 0))
+    again = both.start(TEXT, body, **headers)
+    retried = await located(SLOT, 0)
+    for part in retried:
+        both.reply(part.request_id, "the river")
+    third = asyncio.create_task(both.other.post(TEXT, json=body, headers=headers))
+    first, _ = await located(SLOT + 1, 0)
+    assert first.idempotency_key == retried[0].idempotency_key != finished.idempotency_key
+    both.locate(first, both.requests().index(retried[0]), SLOT + 1)
+    assert (await third).text == (await again).text
+    assert (await again).status_code == 200
+
+
+async def test_the_parts_of_a_repetition_count_only_until_it_is_located(both: Ingresses) -> None:
+    body, headers = text(n=3), {"idempotency-key": "k"}
+    pending = both.start(TEXT, body, **headers)
+    parts = [await both.next_request() for _ in range(3)]
+    again = asyncio.create_task(both.other.post(TEXT, json=body, headers=headers))
+    first, *_ = [await both.next_request() for _ in range(3)]
+    in_flight = [both.other_front.admission.in_flight]
+    both.locate(first, 0, SLOT + 1)
+    await until(lambda: both.requests(RequestResumed))
+    in_flight.append(both.other_front.admission.in_flight)
+    assert in_flight == [3, 1]
+    for part in parts:
+        both.reply(part.request_id, "the river")
+    assert (await again).text == (await pending).text
+
+
 @pytest.mark.parametrize("is_silent", [False, True])
 async def test_a_stream_with_first_events_is_repeated_once(
     both: Ingresses, monkeypatch: pytest.MonkeyPatch, *, is_silent: bool
 ) -> None:
-    """The Responses API has events before any output, and a head is sent while the owner is silent."""
+    """The Responses API has events before any output, and no head is sent while the owner is silent."""
     body = {"model": NAME, "input": "Hello", "stream": True, "store": False}
     pending = both.start(RESPONSES, body, **{"idempotency-key": "k"})
     both.reply((await both.next_request()).request_id, "the river")
     whole = await pending
     if is_silent:
-        monkeypatch.setattr("forebay.ingress.http.response.SILENT_S", 0.001)
-
-    async def locate() -> None:
-        both.locate(await both.next_request(), 0)
-
-    locating = None if is_silent else asyncio.create_task(locate())
-    received = b""
-    async with (
-        both.http_client(**HEADERS) as (client, _),
-        client.stream("POST", RESPONSES, json=body, headers={"idempotency-key": "k"}) as again,
-    ):
-        async for part in again.aiter_bytes():
-            received += part
-            if locating is None:
-                locating = asyncio.create_task(locate())
-    assert events_of(httpx.Response(200, content=received)) == events_of(whole)
+        monkeypatch.setattr("forebay.ingress.http.response.SILENT_S", 0)
+    repeating = both.start(RESPONSES, body, **{"idempotency-key": "k"})
+    both.locate(await both.next_request(), 0)
+    again = await repeating
+    assert (events_of(again), again.headers["idempotency-replayed"]) == (events_of(whole), "true")
 
 
 async def test_a_repetition_is_read_as_the_first_request(both: Ingresses) -> None:

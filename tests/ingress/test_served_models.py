@@ -33,6 +33,7 @@ from forebay.ingress.model import DEFAULT_MODEL, InvalidModel, Model
 from forebay.ingress.model_cards import read_card
 from forebay.ingress.served_models import ServedModels
 from forebay.ingress.settings import ALL_MODELS, IngressSettings
+from forebay.ingress.streams import Stream
 from forebay.transport import heartbeats
 from forebay.transport.base import Draft
 from forebay.transport.directory import Directory
@@ -325,7 +326,7 @@ async def test_readiness_names_what_each_model_lacks(scene: Scene) -> None:
 async def test_a_new_card_replaces_the_loaded_one(scene: Scene) -> None:
     await scene.serve("one", await scene.store())
     older = await scene.find("one")
-    stream = older.group.replies.open("request", 0)
+    stream = older.group.replies.add("request", Stream())
     await scene.serve("one", "", ready=0)
     digest = await scene.store(context_tokens=99)
     await scene.serve("one", digest)
@@ -352,7 +353,7 @@ async def test_a_response_of_a_dropped_model_goes_on(scene: Scene, monkeypatch: 
     monkeypatch.setattr(module, "LOADED_MAX", 1)
     await scene.serve_all("one", "two")
     dropped = await scene.find("one")
-    stream = dropped.group.replies.open("request", 0)
+    stream = dropped.group.replies.add("request", Stream())
     await scene.find("two")
     end = ResponseEnded(request_id="request", attempt=1, owner_epoch=7, group="one", finish_reason="stop")
     await scene.append(TOKENS, 0, end)

@@ -20,8 +20,8 @@ from forebay.events.tokens import (
     TokensEmitted,
 )
 from forebay.events.topics import TOKENS
-from forebay.ingress.streams import READ_MAX, ReplyReader, ReplySlot
-from forebay.transport.base import Draft, LogError
+from forebay.ingress.streams import ReplyReader, ReplySlot, Stream
+from forebay.transport.base import FOLLOWED_RECORDS, Draft, LogError
 from forebay.transport.sqlite.log import SqliteLog
 from tests.harness.memory_log import memory_log
 from tests.system import PATIENCE_S, until
@@ -83,7 +83,7 @@ async def test_events_of_another_group_or_without_the_key_of_the_request_are_ign
     replies = [RouteResponse(request_id="q", **own), CommandResponse(command_id="c", **own)]
     counted: list[float] = []
     async with reading(log, 0, counted.append) as reader:
-        stream, calls = reader.open("a", KEY), called(reader)
+        stream, calls = reader.add("a", Stream(KEY)), called(reader)
         await append(
             log,
             replace(output("a", 0), owner_epoch=9, group=group, chunks=(replace(chunk, reply_key=key),)),
@@ -109,20 +109,20 @@ async def append(log: SqliteLog, *events: Event) -> None:
 
 
 async def test_position_follows_the_last_dispatched_record(log: SqliteLog) -> None:
-    await append(log, *[output("a", at, at) for at in range(2 * READ_MAX)])
+    await append(log, *[output("a", at, at) for at in range(2 * FOLLOWED_RECORDS)])
     async with reading(log, 3) as reader:
         assert reader.position == 3
-        await until(lambda: reader.position == 2 * READ_MAX)
-        stream = reader.open("b", KEY)
+        await until(lambda: reader.position == 2 * FOLLOWED_RECORDS)
+        stream = reader.add("b", Stream(KEY))
         await append(log, output("b", 0, 7))
         await stream.ready()
-        await until(lambda: reader.position == 2 * READ_MAX + 1)
+        await until(lambda: reader.position == 2 * FOLLOWED_RECORDS + 1)
         assert stream.tokens == [7]
 
 
 async def test_a_gap_wakes_the_reader(log: SqliteLog) -> None:
     async with reading(log, 0) as reader:
-        stream = reader.open("a", KEY)
+        stream = reader.add("a", Stream(KEY))
         waiting = asyncio.create_task(stream.ready())
         await append(log, output("a", 1, 7), output("a", 0, 6))
         await waiting
@@ -134,7 +134,7 @@ async def test_a_failed_log_interrupts_all_streams() -> None:
     await append(log, output("a", 0, 7))
     slot = ReplySlot(log, SLOT, 0, lambda: None, lambda _: None)
     reader = slot.reader(GROUP)
-    streams = [reader.open(name, KEY) for name in "ab"]
+    streams = [reader.add(name, Stream(KEY)) for name in "ab"]
     db.execute(f"UPDATE {TOKENS.name} SET value = x'00'")
     with pytest.raises(LogError):
         await slot.run()

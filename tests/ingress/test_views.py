@@ -83,7 +83,7 @@ class Slots:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         own = ReplySlot(self.log, OWN, await self.log.end(TOKENS.name, OWN), lambda: None, lambda _: None)
-        self.slots = ReplySlots(self.log, own, lambda: None)
+        self.slots = ReplySlots(self.log, own)
         running = asyncio.create_task(own.run())
         try:
             yield

@@ -22,7 +22,7 @@ from forebay.events.progress import RequestFinished
 from forebay.events.tokens import AttemptStarted, ResponseEnded, TokensEmitted
 from forebay.events.topics import CONTROL, FLEET, PROGRESS, REQUESTS, TOKENS, work_topic
 from forebay.events.work import WorkItem
-from forebay.ingress.streams import ReplySlot
+from forebay.ingress.streams import ReplySlot, Stream
 from forebay.live.owner.owner import Owner, RunClock, steady_clock
 from forebay.transport.base import Wake
 from forebay.transport.sqlite.log import SqliteLog
@@ -293,7 +293,7 @@ async def listening(log: SqliteLog, name: str) -> AsyncIterator[Client]:
     """Follow the response as an ingress does, and yield its client."""
     client = Client()
     slot = ReplySlot(log, SLOT, 0, lambda: None, lambda _: None)
-    stream = slot.reader(MODEL).open(name, submitted(name, PROMPT).reply_key)
+    stream = slot.reader(MODEL).add(name, Stream(submitted(name, PROMPT).reply_key))
 
     async def take() -> None:
         while client.ended is None:

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,16 @@ from forebay.events.request_ids import RequestLocation
 from forebay.events.tokens import ResponseEnded, TokenChunk, TokensEmitted, Usage
 from forebay.events.topics import ANSWERS
 from forebay.transport import answers
-from forebay.transport.answers import CONTENT, INDEX, AnswerDamaged, AnswerStore, AnswerTooLarge, KnownAnswers
+from forebay.transport.answers import (
+    CONTENT,
+    DELETED,
+    INDEX,
+    AnswerDamaged,
+    AnswerForgotten,
+    AnswerStore,
+    AnswerTooLarge,
+    KnownAnswers,
+)
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.harness.fake_runtime import FakeRuntime
@@ -52,6 +62,10 @@ async def store(log: SqliteLog) -> AsyncIterator[AnswerStore]:
         yield made
 
 
+def index_of(log: SqliteLog) -> list[Any]:
+    return [decode(ANSWERS, record.value) for record in log.records(ANSWERS.name, INDEX, 0, 9)]
+
+
 async def test_another_process_loads_what_was_stored(log: SqliteLog, store: AnswerStore) -> None:
     large = content(CHUNK_BYTES_MAX)  # random tokens do not compress, so it has several pieces
     async with opened(log) as other:
@@ -63,7 +77,7 @@ async def test_another_process_loads_what_was_stored(log: SqliteLog, store: Answ
         assert await later.load("a", AT) == large
         assert await later.load("b", AT) is None, "the location of an answer does not suffice to read it"
         assert await later.load("a", RequestLocation(1, 8)) is None
-    (stored,) = [decode(ANSWERS, record.value) for record in log.records(ANSWERS.name, INDEX, 0, 9)]
+    (stored,) = index_of(log)
     assert len(stored.offsets) > 4
 
 
@@ -99,6 +113,21 @@ async def test_an_answer_that_is_deleted_while_it_is_stored_stays_deleted(log: S
         await storing
         await until(lambda: other.position == log.next_offset(ANSWERS.name, INDEX))
         for one in (store, other):
+            assert isinstance(await one.load("a", AT), AnswerDeleted)
+    (stored,) = [event for event in index_of(log) if isinstance(event, AnswerStored)]
+    pieces = log.records(ANSWERS.name, CONTENT, 0, 99)
+    assert [bool(record.value) for record in pieces] == [True] * len(stored.offsets) + [False] * len(stored.offsets)
+    assert isinstance(index_of(log)[-1], AnswerDeleted), "compaction keeps the newest record"
+
+
+async def test_an_answer_whose_ingress_died_after_storing_it_stays_deleted(log: SqliteLog, store: AnswerStore) -> None:
+    await store.store("a", AT, content())
+    stored = log.records(ANSWERS.name, INDEX, 0, 1)[0]
+    await store.delete("a", AT)
+    await log.append([Draft(ANSWERS.name, INDEX, stored.value, stored.key)])
+    async with opened(log) as later:
+        await until(lambda: store.position == later.position == 3)
+        for one in (store, later):
             assert isinstance(await one.load("a", AT), AnswerDeleted)
 
 
@@ -146,17 +175,24 @@ async def test_a_too_large_answer_is_not_kept(store: AnswerStore, monkeypatch: p
     assert await store.load("a", AT) is None
 
 
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 1 << 62)), max_size=60))
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 1 << 62) | st.just(DELETED)), max_size=60))
 def test_the_newest_index_record_of_each_request_is_known(updates: list[tuple[int, int]]) -> None:
-    """Beyond the limit, answers to the oldest requests are forgotten."""
+    """Beyond the limit, the oldest requests are forgotten. Neither they nor deleted ones become new again."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(answers, "KNOWN_MAX", 16)
         patch.setattr(answers, "FORGOTTEN", 4)
-        known, expected = KnownAnswers(), dict[int, int]()
+        known, expected, first = KnownAnswers(), dict[int, int](), 0
         for request, record in updates:
             known.set(request, record)
-            expected[request] = record
+            if expected.get(request) != DELETED:
+                expected[request] = record
             if len(expected) > 16:
                 for oldest in sorted(expected)[:4]:
                     del expected[oldest]
-            assert {one: known.get(one) for one in range(41) if known.get(one) is not None} == expected
+                    first = max(first, oldest + 1)
+            for one in range(41):
+                if one < first:
+                    with pytest.raises(AnswerForgotten):
+                        known.get(one)
+                else:
+                    assert known.get(one) == expected.get(one)

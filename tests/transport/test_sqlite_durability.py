@@ -24,9 +24,9 @@ from forebay.events.tokens import ResponseEnded, TokensEmitted
 from forebay.events.topics import DECISIONS, FLEET, REQUESTS, TOKENS, Topic, work_topic
 from forebay.events.work import WorkItem
 from forebay.live.owner.owner import Owner
-from forebay.transport.base import Draft, LogError, LogSync
+from forebay.transport.base import Draft, LogError, LogSync, RecordsRemoved
 from forebay.transport.sqlite import schema
-from forebay.transport.sqlite.log import MissingRecords, SqliteLog, TrimmedRecords
+from forebay.transport.sqlite.log import MissingRecords, SqliteLog
 from tests.depth import examples, sampled
 from tests.live.shared import SENT, all_ended, opened_one, proven, scenario
 from tests.system import SLOT, System, settings, until
@@ -310,11 +310,11 @@ async def test_trimmed_records_are_deleted_and_offsets_are_kept(log: SqliteLog) 
     assert (await log.begin("topic", 1), log.starts()) == (0, {("topic", 0): 7})
     assert numbers(stored(log, offset=7)) == [7, 8, 9]
     for offset in (0, 6):
-        with pytest.raises(TrimmedRecords, match=f"topic/0 no longer holds offset {offset}: .* before 7"):
+        with pytest.raises(RecordsRemoved, match=f"topic/0 no longer holds offset {offset}: .* before 7"):
             stored(log, offset=offset)
     assert await log.append(drafts(1, first=10)) == [10]
     assert log.trim("topic", 0, 99, 99) == 4, "only existing records are deleted"
-    with pytest.raises(TrimmedRecords):
+    with pytest.raises(RecordsRemoved):
         await log.read("topic", 0, 10, 1)
     assert await log.read("topic", 0, 11, 1) == []
     assert await log.append(drafts(1, first=11)) == [11]
@@ -331,7 +331,7 @@ async def test_a_trimmed_log_keeps_its_beginning_when_reopened(path: Path) -> No
         with closing(SqliteLog.open(path, readonly=readonly)) as log:
             assert (await log.begin("topic", 0), await log.end("topic", 0)) == (5, 5)
             assert (await log.begin("other", 0), await log.end("other", 0)) == (2, 5)
-            with pytest.raises(TrimmedRecords):
+            with pytest.raises(RecordsRemoved):
                 stored(log)
     with closing(SqliteLog.open(path)) as log:
         assert await log.append(drafts(1)) == [5], "offsets continue after all records of a partition were deleted"
@@ -370,7 +370,7 @@ async def test_a_concurrent_reader_finishes_its_read_then_sees_the_new_beginning
             await writer.append(drafts(1))
         assert [row for (row,) in rows] == list(range(1, 50)), "a read sees the snapshot that it began with"
     assert await reader.begin("topic", 0) == 40
-    with pytest.raises(TrimmedRecords):
+    with pytest.raises(RecordsRemoved):
         stored(reader, offset=39)
     assert len(stored(reader, offset=40)) == 10 + 6
     reader.close()
@@ -476,7 +476,7 @@ class TrimMachine(RuleBasedStateMachine):
             assert self.log.next_offset(*place) == end
             assert [int(record.value) for record in stored(self.log, *place, begin)] == list(range(begin, end))
             if begin:
-                with pytest.raises(TrimmedRecords):
+                with pytest.raises(RecordsRemoved):
                     stored(self.log, *place, begin - 1)
 
     def teardown(self) -> None:

@@ -66,12 +66,14 @@ class IngressAdmission:
         self._window = (now_s(), 0)  # beginning of the window, and requests that ended in it
         self._ended_per_s = 0.0
 
-    def enter(self, count: int = 1) -> None:
+    def enter(self, count: int = 1, *, is_read: bool = False) -> None:
         """Admit a request, or `count` more choices of it. The caller must call `leave` with the same count at its end.
+
+        A request that only reads or cancels others (`is_read`) is admitted although the router's queue is full.
 
         Raises ApiError: 429 if the router's queue is full, 503 if too many requests are in flight or wait.
         """
-        if self.full:
+        if self.full and not is_read:
             raise self.full.error(self.retry_after_s)
         if self.in_flight + count > IN_FLIGHT_MAX or self._is_behind():
             raise ApiError(

@@ -6,6 +6,7 @@ client chose (`x-request-id`), or the id on the log without a location, is searc
 
 import asyncio
 import contextlib
+from collections import Counter
 from typing import NamedTuple
 
 from forebay.events.answers import AnswerContent, AnswerDeleted
@@ -25,11 +26,12 @@ from forebay.events.topics import REQUESTS
 from forebay.ingress.errors import ApiError
 from forebay.ingress.loaded_model import LoadedModel
 from forebay.ingress.served_models import ServedModels
-from forebay.transport.base import Log, LogError, LogUnavailable, Record, event_of, newest_first
+from forebay.transport.answers import AnswerForgotten
+from forebay.transport.base import PAGE_RECORDS, Log, LogError, Record, RecordsRemoved, event_of, newest_first
 
-SEARCHED_MAX = 100_000  # records per search, which takes seconds; one search runs at a time
+SEARCHED_MAX = 100_000  # records per search, which takes seconds
 OFFSETS_MAX = 1 << 62
-PAGE_RECORDS = 64
+SHARED_RECORDS = 64  # that one read returns to simultaneous lookups
 FOUND_MAX = 1_024  # records in memory during simultaneous lookups
 
 
@@ -64,6 +66,8 @@ class RequestFinder:
         self._answers = models.front.answers
         self._reader = _RecordReader(models.front.log)
         self._searching = asyncio.Lock()
+        self._wanted: Counter[str] = Counter()
+        self._found: dict[str, tuple[str, RequestLocation] | None] = {}
 
     async def find(self, given: str) -> FoundRequest:
         """Return the request with a public id, an id on the log, or an id that its client chose (the newest one).
@@ -87,7 +91,10 @@ class RequestFinder:
         return await self._read(request_id, location, public_id(request_id, location))
 
     async def _read(self, request_id: str, location: RequestLocation, given: str) -> FoundRequest:
-        content = await self._answers.load(request_id, location)
+        try:
+            content = await self._answers.load(request_id, location)
+        except AnswerForgotten as error:
+            raise ApiError(410, "answer_expired", f"the request {given!r} is too old: {error}") from None
         if isinstance(content, AnswerDeleted):
             raise ApiError(404, "request_not_found", f"the request {given!r} was deleted")
         if content is not None:
@@ -108,33 +115,47 @@ class RequestFinder:
             return None
         try:
             return await self._reader.at(partition, offset)
-        except LogUnavailable:
-            raise
-        except LogError:
-            if offset >= await self._log.begin(REQUESTS.name, partition):
-                raise
+        except RecordsRemoved:
             text = "retention has removed the records of this time, and the answer was not kept or has expired"
             raise ApiError(410, "answer_expired", text) from None
 
     async def _search(self, given: str) -> tuple[str, RequestLocation]:
-        """Return id and location of the newest request with an id that has no location. Raises ApiError (404)."""
+        """Return id and location of the newest request with an id that has no location. Raises ApiError (404).
+
+        All ids that are wanted when a search begins share its pass over the log.
+        """
+        self._wanted[given] += 1
+        try:
+            async with self._searching:
+                found = self._found
+                if given not in found:
+                    found = self._found = await self._newest(set(self._wanted))
+                newest = found[given]
+        finally:
+            self._wanted[given] -= 1
+            if not self._wanted[given]:
+                del self._wanted[given]
+                self._found.pop(given, None)
+        if newest is None:
+            raise _unknown(given)
+        return newest
+
+    async def _newest(self, wanted: set[str]) -> dict[str, tuple[str, RequestLocation] | None]:
+        found: dict[str, tuple[str, RequestLocation] | None] = dict.fromkeys(wanted)
         searched = 0
-        async with self._searching:
-            for partition in self._models.partitions():
-                end = await self._log.end(REQUESTS.name, partition)
-                async for record in newest_first(self._log, REQUESTS, partition, end):
-                    searched += 1
-                    if searched > SEARCHED_MAX:
-                        text = f"no request {given!r} is among the newest {SEARCHED_MAX:,} records"
-                        raise ApiError(404, "request_not_found", f"{text}; use the id in the response")
-                    name = (record.key or b"").decode(errors="replace")
-                    if given not in aliases_of(name) or _is_of_kafka_api(name):
-                        continue
-                    first = _first_part(record)
-                    if first is not None and first.rendering is not None:
-                        found = whole_id(first.request_id, first.rendering.parts)
-                        return found, RequestLocation(partition, record.offset)
-        raise _unknown(given)
+        async for record in newest_first(self._log, REQUESTS, self._models.partitions()):
+            name = (record.key or b"").decode(errors="replace")
+            aliases = frozenset() if _is_of_kafka_api(name) else wanted & aliases_of(name)
+            if aliases and (first := _first_part(record)) is not None and first.rendering is not None:
+                location = RequestLocation(record.partition, record.offset)
+                found |= dict.fromkeys(aliases, (whole_id(first.request_id, first.rendering.parts), location))
+                wanted -= aliases
+            searched += 1
+            if not wanted or searched == SEARCHED_MAX:
+                break
+            if not searched % PAGE_RECORDS:
+                await asyncio.sleep(0)  # the embedded log reads without waiting
+        return found
 
 
 class _RecordReader:
@@ -157,7 +178,7 @@ class _RecordReader:
             async with self._reading:
                 if (partition, offset) not in self._found and self._lookups > 1:
                     with contextlib.suppress(LogError):  # retention may have removed the begin of the page
-                        await self._read(partition, offset - offset % PAGE_RECORDS, PAGE_RECORDS)
+                        await self._read(partition, offset - offset % SHARED_RECORDS, SHARED_RECORDS)
                 if (partition, offset) not in self._found:
                     await self._read(partition, offset, 1)
                 return self._found.get((partition, offset))
@@ -188,5 +209,8 @@ def _is_of_kafka_api(request_id: str) -> bool:
 
 
 def _unknown(given: str) -> ApiError:
-    text = f"unknown request {given!r}; use the id of a response, or the x-request-id of a request"
+    text = (
+        f"unknown request {given!r}; use the id in a response, or the x-request-id of a request"
+        f" among the newest {SEARCHED_MAX:,} records"
+    )
     return ApiError(404, "request_not_found", text)

@@ -38,7 +38,7 @@ class Front:
         self.settings = settings
         self.metrics = metrics
         self.slot = ReplySlot(log, settings.reply_slot, reply_from, metrics.undecodable.inc, metrics.foreign.inc)
-        self.slots = ReplySlots(log, self.slot, metrics.undecodable.inc)
+        self.slots = ReplySlots(log, self.slot)
         self.answers = AnswerStore(log)
         self.in_background = 0
         self.drain = IngressDrain()

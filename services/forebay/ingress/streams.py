@@ -21,11 +21,11 @@ from forebay.events.tokens import CommandResponse, RouteResponse, TokenEvent
 from forebay.events.topics import TOKENS
 from forebay.ingress.drain import SHUTTING_DOWN
 from forebay.ingress.errors import ApiError
-from forebay.transport.base import Log, LogError
+from forebay.transport.base import Log, LogError, Record, follow
 
 logger = logging.getLogger(__name__)
 
-READ_MAX = 256  # records per iteration of the event loop
+READ_MAX = 256  # records of a page of the history
 VIEWS_MAX = 8  # of one response at a time, because each event of the slot is applied to every layer of views
 # Records before the live position that are read for a view, which takes a few seconds of CPU time. A slot has a few
 # hundred records per second under load, so responses that began about ten minutes ago can still be read.
@@ -96,6 +96,7 @@ class ReplySlot:
         on_undecodable: Callable[[], None],
         on_foreign: Callable[[float], None],
     ) -> None:
+        self.on_undecodable = on_undecodable
         self.on_foreign = on_foreign
         self.number = number
         self.position = offset
@@ -106,9 +107,6 @@ class ReplySlot:
         self._arrived: list[TokenEvent] | None = None  # events dispatched during a pass
         self._catching_up: asyncio.Task[None] | None = None
         self._readers: dict[str, ReplyReader] = {}
-        self._wake = asyncio.Event()
-        self._tail = log.tail(TOKENS.name, number, offset, self._wake)
-        self._on_undecodable = on_undecodable
 
     def reader(self, group: str) -> "ReplyReader":
         found = self._readers.get(group)
@@ -119,23 +117,11 @@ class ReplySlot:
     async def run(self) -> None:
         """Dispatch the events of the partition until cancelled. A LogError first interrupts all requests."""
         try:
-            while True:
-                self._wake.clear()
-                records = self._tail.take(READ_MAX)
-                for record in records:
-                    self._dispatch(record.value)
-                if records:
-                    self.position = records[-1].offset + 1
-                    self._moved.set()
-                    self._moved.clear()
-                    await asyncio.sleep(0)
-                else:
-                    await self._wake.wait()
+            await follow(self._log, TOKENS, self.number, self.position, self._dispatch_all)
         except LogError as error:
             self.interrupt_all(str(error))
             raise
         finally:
-            self._tail.close()
             if self._catching_up is not None:
                 self._catching_up.cancel()
 
@@ -180,7 +166,7 @@ class ReplySlot:
             records = await self._log.read(TOKENS.name, self.number, at, min(READ_MAX, until - at))
             self._admit(at, begin, views, history)
             for record in records:
-                event = self._decode(record.value) if record.offset < until else None
+                event = decode_output(record, self.on_undecodable) if record.offset < until else None
                 if event is not None and event.group in history:
                     history[event.group].apply(event, event.group)
             at = min(until, records[-1].offset + 1) if records else until
@@ -223,24 +209,17 @@ class ReplySlot:
         for view in self.views:
             view.interrupt(reason)
 
-    def _dispatch(self, value: bytes) -> None:
-        event = self._decode(value)
-        if event is None:
-            return
-        if self._arrived is not None:
-            self._arrived.append(event)
-        reader = self._readers.get(event.group)
-        if reader is not None:
-            reader.apply(event)
-
-    def _decode(self, value: bytes) -> TokenEvent | None:
-        try:
-            event: TokenEvent = decode(TOKENS, value)
-        except DecodeError as error:
-            self._on_undecodable()
-            logger.warning("skipped a record of tokens that cannot be decoded: %s", error)
-            return None
-        return event
+    def _dispatch_all(self, records: list[Record]) -> None:
+        for record in records:
+            event = decode_output(record, self.on_undecodable)
+            if event is not None:
+                if self._arrived is not None:
+                    self._arrived.append(event)
+                if (reader := self._readers.get(event.group)) is not None:
+                    reader.apply(event)
+        self.position = records[-1].offset + 1
+        self._moved.set()
+        self._moved.clear()
 
 
 class View:
@@ -313,10 +292,9 @@ class Layers:
 class ReplySlots:
     """The reply slot of an ingress, and those of other ingresses while a view needs them."""
 
-    def __init__(self, log: Log, own: ReplySlot, on_undecodable: Callable[[], None]) -> None:
+    def __init__(self, log: Log, own: ReplySlot) -> None:
         self.own = own
         self._log = log
-        self._on_undecodable = on_undecodable
         self._others: dict[int, tuple[ReplySlot, asyncio.Task[None]]] = {}
         self._opening = asyncio.Lock()
 
@@ -328,7 +306,7 @@ class ReplySlots:
             slot, _ = self._others.get(number, (None, None))
             if slot is None:
                 end = await self._log.end(TOKENS.name, number)
-                slot = ReplySlot(self._log, number, end, self._on_undecodable, self.own.on_foreign)
+                slot = ReplySlot(self._log, number, end, self.own.on_undecodable, self.own.on_foreign)
                 self._others[number] = slot, asyncio.create_task(self._follow(slot), name=f"reply slot {number}")
             return slot.view(group, streams, offset)
 
@@ -348,13 +326,16 @@ class ReplySlots:
 
     def is_read(self, group: str, request_id: str) -> bool:
         """Return whether a client of this ingress reads the output of a request."""
-        views = [view for slot in (self.own, *(slot for slot, _ in self._others.values())) for view in slot.views]
+        views = [view for slot in self._all() for view in slot.views]
         is_viewed = any(view.group == group and request_id in view.streams for view in views)
         return is_viewed or request_id in self.own.reader(group)
 
     def interrupt_all(self, reason: str) -> None:
-        for slot in (self.own, *(slot for slot, _ in self._others.values())):
+        for slot in self._all():
             slot.interrupt_all(reason)
+
+    def _all(self) -> list[ReplySlot]:
+        return [self.own, *(slot for slot, _ in self._others.values())]
 
     def stop(self) -> None:
         for _, following in self._others.values():
@@ -368,7 +349,6 @@ class ReplyReader:
         self.layers = Layers()
         self._slot = slot
         self._group = group
-        self._streams = self.layers.first
         self._calls: dict[tuple[type, str], tuple[int, asyncio.Future[Any]]] = {}
 
     @property
@@ -376,27 +356,20 @@ class ReplyReader:
         return self._slot.position
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._streams or (RouteResponse, request_id) in self._calls
+        return request_id in self.layers.first or (RouteResponse, request_id) in self._calls
 
     def __len__(self) -> int:
-        return len(self._streams) + len(self._calls)
-
-    def open(self, request_id: str, key: int) -> Stream:
-        """Register a request with a new id, and return the stream that receives its events.
-
-        As in `call`, events with another `reply_key` than `key` are ignored.
-        """
-        return self.add(request_id, Stream(key))
+        return len(self.layers.first) + len(self._calls)
 
     def add(self, request_id: str, stream: Stream) -> Stream:
         """Register a request with a new id, whose events the stream receives, and return the stream."""
         assert request_id not in self
-        self._streams[request_id] = stream
+        self.layers.first[request_id] = stream
         return stream
 
     def close(self, request_id: str) -> None:
         """Remove a request. Its later events are ignored."""
-        stream = self._streams.pop(request_id, None)
+        stream = self.layers.first.pop(request_id, None)
         if stream is not None:
             count_foreign(request_id, stream, self._slot.on_foreign)
 
@@ -428,7 +401,7 @@ class ReplyReader:
         return (kind, name) in self._calls
 
     def interrupt_all(self, reason: str) -> None:
-        for stream in self._streams.values():
+        for stream in self.layers.first.values():
             stream.interrupt(reason)
         for _, future in self._calls.values():
             if not future.done():
@@ -442,6 +415,17 @@ class ReplyReader:
                 future.set_result(event)
             return
         self.layers.apply(event, self._group)
+
+
+def decode_output(record: Record, on_undecodable: Callable[[], None]) -> TokenEvent | None:
+    """Return the event in a record of `tokens`. If it does not decode, count it and return None."""
+    try:
+        event: TokenEvent = decode(TOKENS, record.value)
+    except DecodeError as error:
+        on_undecodable()
+        logger.warning("skipped a record of tokens that cannot be decoded: %s", error)
+        return None
+    return event
 
 
 def count_foreign(request_id: str, state: ResponseState, count: Callable[[float], None]) -> None:

@@ -29,7 +29,7 @@ from forebay.journal.records import (
     journal_records,
     record_at,
 )
-from forebay.transport.base import Log, LogError, Record, newest_first
+from forebay.transport.base import Log, LogError, Record, reversed_records
 
 BEGINNING = 0  # as `OwnerClaimed.snapshot`: the empty state, before the first record
 CHUNKS_READ = 8  # snapshot chunks per read, each at most 1 MiB
@@ -51,7 +51,7 @@ async def newest_snapshot(log: Log, partition: int, end: int) -> SnapshotRecord 
 
 async def newest_snapshot_at(log: Log, partition: int, end: int) -> tuple[int, SnapshotRecord] | None:
     """Return the record of `newest_snapshot` with its journal offset."""
-    async for record in newest_first(log, DECISIONS, partition, end):
+    async for record in reversed_records(log, DECISIONS, partition, end):
         taken = decode_journal(record)
         if isinstance(taken, SnapshotRecord) and await _is_current(log, partition, taken, record.offset):
             return record.offset, taken

@@ -1,12 +1,13 @@
 """Store, load and delete finished responses on the topic `answers`.
 
 Theory of operation. Every ingress follows the index and remembers the offset of the newest index record per response,
-in 16 bytes. Content is read only when a client wants it. The content is appended before its index record, so every
-response in the index can be loaded. Two ingresses may store the same response at the same time. Both copies are
-complete and equal, and the newer index record counts.
+or its deletion, in 16 bytes. Content is read only when a client wants it. The content is appended before its index
+record, so every response in the index can be loaded. Two ingresses may store the same response at the same time. Both
+copies are complete and equal, and the newer index record counts.
 
 A deletion is an index record of its own, which stays for as long as an answer would. So an ingress that starts later
-does not serve the response from the topics `requests` and `tokens` either.
+does not serve the response from the topics `requests` and `tokens` either. No later record makes a deleted response
+readable, because an ingress may store a response that it does not know to be deleted.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import logging
 import zlib
 from array import array
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 import msgspec
 
@@ -32,13 +33,13 @@ from forebay.events.codec import MALFORMED, DecodeError, decode, encode
 from forebay.events.models import CHUNK_BYTES_MAX
 from forebay.events.request_ids import RequestLocation
 from forebay.events.topics import ANSWERS
-from forebay.transport.base import Draft, Log, LogError, LogUnavailable, Record, event_of
+from forebay.transport.base import Draft, Log, LogError, Record, RecordsRemoved, event_of, follow
 
 logger = logging.getLogger(__name__)
 
 INDEX, CONTENT = 0, 1  # partitions of the topic
-READ_MAX = 256  # records per iteration of the event loop
 KNOWN_MAX = 1 << 20  # responses remembered per group, 16 MB
+DELETED = (1 << 64) - 1  # in place of the offset of an index record
 FORGOTTEN = KNOWN_MAX >> 5  # responses that are forgotten together, because a removal moves all others
 CONTENT_BYTES_MAX = 64 << 20  # of one response; a token with 20 log probabilities takes about 800 bytes
 LEVEL = 6
@@ -52,32 +53,43 @@ class AnswerDamaged(LogError):
     """The stored content of a response is incomplete or cannot be decoded."""
 
 
+class AnswerForgotten(LogError):
+    """So many later responses are kept that it is not known whether this one was deleted."""
+
+
 class KnownAnswers:
     """Newest index records of the responses of one partition of `requests`, ordered by the offset of their requests.
 
     Responses end nearly in the order of their requests, so an insertion moves few others.
     """
 
-    __slots__ = ("_records", "_requests")
+    __slots__ = ("_first", "_records", "_requests")
 
     def __init__(self) -> None:
         self._requests = array("Q")
         self._records = array("Q")
+        self._first = 0  # requests with lower offsets were forgotten
 
     def set(self, request: int, record: int) -> None:
-        """Set the offset of the newest index record of a response. Beyond `KNOWN_MAX`, forget the oldest responses."""
+        """Set the newest index record of a response: its offset, or `DELETED`, which no later record changes.
+
+        Beyond `KNOWN_MAX` responses, forget the oldest ones.
+        """
         requests, records = self._requests, self._records
         at = bisect_left(requests, request)
-        if at < len(requests) and requests[at] == request:
+        if at == len(requests) or requests[at] != request:
+            requests.insert(at, request)
+            records.insert(at, 0)
+        if records[at] != DELETED:
             records[at] = record
-            return
-        requests.insert(at, request)
-        records.insert(at, record)
         if len(requests) > KNOWN_MAX:
+            self._first = max(self._first, requests[FORGOTTEN - 1] + 1)
             del requests[:FORGOTTEN], records[:FORGOTTEN]
 
     def get(self, request: int) -> int | None:
-        """Return the offset of the newest index record of a response, None if it is not known."""
+        """Return the newest index record of a response, None if there is none. Raises AnswerForgotten."""
+        if request < self._first:
+            raise AnswerForgotten(f"{KNOWN_MAX:,} later answers are kept")
         at = bisect_left(self._requests, request)
         return self._records[at] if at < len(self._requests) and self._requests[at] == request else None
 
@@ -98,35 +110,18 @@ class AnswerStore:
         self._end = 0  # of the index when this process began to follow it
         self._began = asyncio.Event()
         self._moved = asyncio.Event()
-        self._storing: Counter[RequestLocation] = Counter()
-        self._deleted: set[RequestLocation] = set()  # while they were stored
 
     async def run(self) -> None:
         """Follow the index until cancelled. Raises LogError."""
         self.position = await self._log.begin(ANSWERS.name, INDEX)
-        wake = asyncio.Event()
-        tail = self._log.tail(ANSWERS.name, INDEX, self.position, wake)
         self._end = await self._log.end(ANSWERS.name, INDEX)
         self._began.set()
-        try:
-            while True:
-                wake.clear()
-                if records := tail.take(READ_MAX):
-                    for record in records:
-                        self._apply(record)
-                    self.position = records[-1].offset + 1
-                    self._moved.set()
-                    self._moved.clear()
-                    await asyncio.sleep(0)
-                else:
-                    await wake.wait()
-        finally:
-            tail.close()
+        await follow(self._log, ANSWERS, INDEX, self.position, self._apply_all)
 
     async def load(self, request_id: str, location: RequestLocation) -> AnswerContent | AnswerDeleted | None:
         """Return the content of a response, its deletion, or None if the topic does not have it.
 
-        Raises AnswerDamaged or LogError.
+        Raises AnswerForgotten, AnswerDamaged or LogError.
         """
         stored = await self._indexed(request_id, location)
         if not isinstance(stored, AnswerStored):
@@ -136,19 +131,8 @@ class AnswerStore:
 
     async def store(self, request_id: str, location: RequestLocation, content: AnswerContent) -> None:
         """Store a response unless it is stored or deleted already. Raises AnswerTooLarge or LogError."""
-        self._storing[location] += 1
-        try:
-            if await self._indexed(request_id, location) is None:
-                await self._store(request_id, location, content)
-                if location in self._deleted:  # before the newest index record, so it must be deleted again
-                    await self.delete(request_id, location)
-        finally:
-            self._storing[location] -= 1
-            if not self._storing[location]:
-                del self._storing[location]
-                self._deleted.discard(location)
-
-    async def _store(self, request_id: str, location: RequestLocation, content: AnswerContent) -> None:
+        if await self._indexed(request_id, location) is not None:
+            return
         packed, size = await runtime.offload(_packed, content)
         upload, offsets = runtime.random_id(), []
         for index, at in enumerate(range(0, len(packed), CHUNK_BYTES_MAX)):
@@ -166,10 +150,17 @@ class AnswerStore:
             expires_us=now_us + RETENTION_S * 1_000_000,
         )
         await self._append(event)
+        if isinstance(await self._indexed(request_id, location), AnswerDeleted):  # since the upload began
+            await self._delete(request_id, location, event)
 
     async def delete(self, request_id: str, location: RequestLocation) -> None:
         """Delete a response, whether it is stored or not. Raises LogError."""
-        stored = await self._indexed(request_id, location)
+        await self._delete(request_id, location, await self._indexed(request_id, location))
+
+    async def _delete(
+        self, request_id: str, location: RequestLocation, stored: AnswerStored | AnswerDeleted | None
+    ) -> None:
+        """Append a deletion as the newest index record, because compaction removes the earlier ones."""
         event = AnswerDeleted(
             request_id=request_id, partition=location.partition, offset=location.offset, at_us=runtime.wall_us()
         )
@@ -192,27 +183,21 @@ class AnswerStore:
         await self._reach(self._end)  # a deletion that was written before this process began has been read
         known = self._known.get(location.partition)
         offset = None if known is None else known.get(location.offset)
+        if offset == DELETED:
+            return AnswerDeleted(request_id=request_id, partition=location.partition, offset=location.offset)
         record = None if offset is None else await self._record(INDEX, offset)
         if record is None:
             return None
         event = event_of(ANSWERS, record)
-        if event.request_id != request_id or (
-            isinstance(event, AnswerStored) and event.expires_us <= runtime.wall_us()
-        ):
-            return None
-        assert isinstance(event, AnswerStored | AnswerDeleted)
-        return event
+        assert isinstance(event, AnswerStored)
+        return event if event.request_id == request_id and event.expires_us > runtime.wall_us() else None
 
     async def _record(self, partition: int, offset: int) -> Record | None:
         """Return the record at this offset; None if compaction or retention removed it."""
         try:
             records = await self._log.read(ANSWERS.name, partition, offset, 1)
-        except LogUnavailable:
-            raise
-        except LogError:
-            if offset < await self._log.begin(ANSWERS.name, partition):
-                return None
-            raise
+        except RecordsRemoved:
+            return None
         return records[0] if records and records[0].offset == offset and records[0].value else None
 
     async def _piece(self, stored: AnswerStored, index: int) -> bytes:
@@ -225,6 +210,13 @@ class AnswerStore:
             raise AnswerDamaged(f"the topic {ANSWERS.name} has no piece {index} of the answer to {stored.request_id}")
         return chunk.data
 
+    def _apply_all(self, records: list[Record]) -> None:
+        for record in records:
+            self._apply(record)
+        self.position = records[-1].offset + 1
+        self._moved.set()
+        self._moved.clear()
+
     def _apply(self, record: Record) -> None:
         try:
             event = decode(ANSWERS, record.value)
@@ -234,10 +226,8 @@ class AnswerStore:
             self.undecodable += 1
             logger.warning("ignored record %d of the index of %s: %s", record.offset, ANSWERS.name, error)
         else:
-            self._known[event.partition].set(event.offset, record.offset)
-            location = RequestLocation(event.partition, event.offset)
-            if isinstance(event, AnswerDeleted) and location in self._storing:
-                self._deleted.add(location)
+            newest = DELETED if isinstance(event, AnswerDeleted) else record.offset
+            self._known[event.partition].set(event.offset, newest)
 
 
 def _packed(content: AnswerContent) -> tuple[bytes, int]:

@@ -5,7 +5,9 @@ records from offset 0. An append is acknowledged once it survives the death of t
 after that. Appends of one caller keep their order. A log does not interpret its records.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heapreplace
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -13,6 +15,7 @@ import msgspec
 from forebay.events.codec import DecodeError, decode
 from forebay.events.topics import Topic
 
+FOLLOWED_RECORDS = 256  # per iteration of the event loop
 PAGE_RECORDS = 512  # records per read; bounds memory whatever the length of the log
 # When a commit of the embedded log reaches the disk: `normal` leaves that to the operating system, so a commit survives
 # the death of the process. `full` waits for the disk, so a commit also survives a power loss.
@@ -33,6 +36,10 @@ class PolicyNotAllowed(LogError):
 
 class LogFull(LogError):
     """Too many bytes wait to be written. This append was rejected as a whole; a later append may succeed."""
+
+
+class RecordsRemoved(LogError):
+    """Retention removed the requested records."""
 
 
 class LogUnavailable(LogError):
@@ -122,7 +129,7 @@ class Log(Protocol):
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
         """Return up to `limit` records from `offset`: fewer if they are large, and none only at the end.
 
-        Raises LogError if a record is damaged, or if retention removed it.
+        Raises LogError if a record is damaged, and RecordsRemoved if retention removed it.
         """
 
     async def begin(self, topic: str, partition: int) -> int:
@@ -189,8 +196,38 @@ def event_of(topic: Topic, record: Record) -> Any:
     return decode(topic, record.value)
 
 
-async def newest_first(log: Log, topic: Topic, partition: int, end: int) -> AsyncIterator[Record]:
-    """Yield the records of a topic before offset `end`, newest first."""
+async def follow(log: Log, topic: Topic, partition: int, offset: int, apply: Callable[[list[Record]], object]) -> None:
+    """Pass the records of a partition from `offset` on to `apply`, in batches, until cancelled. Raises LogError."""
+    wake = asyncio.Event()
+    tail = log.tail(topic.name, partition, offset, wake)
+    try:
+        while True:
+            wake.clear()
+            while records := tail.take(FOLLOWED_RECORDS):
+                apply(records)
+                await asyncio.sleep(0)
+            await wake.wait()
+    finally:
+        tail.close()
+
+
+async def newest_first(log: Log, topic: Topic, partitions: Iterable[int]) -> AsyncIterator[Record]:
+    """Yield the records of partitions, newest first by the time of their append."""
+    readers = {one: reversed_records(log, topic, one, await log.end(topic.name, one)) for one in partitions}
+    firsts = [(one, record) for one, reader in readers.items() if (record := await anext(reader, None)) is not None]
+    heads = [(-record.at_us, one, record) for one, record in firsts]
+    heapify(heads)
+    while heads:
+        _, one, record = heads[0]
+        yield record
+        if (following := await anext(readers[one], None)) is None:
+            heappop(heads)
+        else:
+            heapreplace(heads, (-following.at_us, one, following))
+
+
+async def reversed_records(log: Log, topic: Topic, partition: int, end: int) -> AsyncGenerator[Record]:
+    """Yield the records of a partition before offset `end`, newest first."""
     begin = await log.begin(topic.name, partition)
     while end > begin:
         start = max(begin, end - PAGE_RECORDS)

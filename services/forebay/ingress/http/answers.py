@@ -41,7 +41,7 @@ class _Admitted(Response):
 
 async def admitted(front: Front, respond: Callable[[], Awaitable[Response]]) -> Response:
     """Return the response of `respond`, which counts as a request in flight. Raises ApiError if there are too many."""
-    front.admission.enter()
+    front.admission.enter(is_read=True)
     try:
         return _Admitted(await respond(), front.admission)
     except BaseException:
@@ -79,16 +79,24 @@ def add_answers(app: FastAPI, front: Front, finder: RequestFinder) -> None:
     @app.post("/v1/requests/{request_id}/cancel", responses={**content(JSON, "object", "The id."), **errors(404, 410)})
     async def cancel(request_id: str) -> Response:
         """Cancel a request. A finished one stays as it is."""
-        cancel_request(await finder.find(request_id))
-        return _done(request_id, "cancelled")
+
+        async def respond() -> Response:
+            cancel_request(await finder.find(request_id))
+            return _done(request_id, "cancelled")
+
+        return await admitted(front, respond)
 
     @app.delete("/v1/requests/{request_id}", responses={**content(JSON, "object", "The id."), **errors(404, 410)})
     async def delete(request_id: str) -> Response:
         """Cancel a request if it has not finished, and delete its answer."""
-        found = await finder.find(request_id)
-        cancel_request(found)
-        await front.answers.delete(found.request_id, found.location)
-        return _done(request_id, "deleted")
+
+        async def respond() -> Response:
+            found = await finder.find(request_id)
+            cancel_request(found)
+            await front.answers.delete(found.request_id, found.location)
+            return _done(request_id, "deleted")
+
+        return await admitted(front, respond)
 
 
 def _attached(

@@ -19,9 +19,8 @@ from collections import deque
 
 from forebay import runtime
 from forebay.core.state.reply_slot import apply
-from forebay.events.codec import DecodeError, decode, encode
+from forebay.events.codec import encode
 from forebay.events.request_ids import kafka_api_request_id
-from forebay.events.tokens import TokenEvent
 from forebay.events.topics import REQUESTS, TOKENS
 from forebay.ingress.access_log import write_record
 from forebay.ingress.commands import GRACE_S
@@ -31,7 +30,7 @@ from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, R
 from forebay.ingress.kafka_api.shared import SharedState
 from forebay.ingress.prepare import submissions
 from forebay.ingress.response_fold import was_rejected
-from forebay.ingress.streams import count_foreign
+from forebay.ingress.streams import count_foreign, decode_output
 from forebay.transport.base import Draft, LogError, Record, Tail
 from forebay.transport.kafka.group import Committed
 from forebay.transport.kafka.replies import Reply, TopicUnusable
@@ -307,13 +306,8 @@ class PartitionServer:
 
     async def _dispatch(self, record: Record) -> None:
         self._position = record.offset + 1
-        try:
-            event: TokenEvent = decode(TOKENS, record.value)
-        except DecodeError as error:
-            self._shared.front.metrics.undecodable.inc()
-            logger.warning("skipped a record of tokens that cannot be decoded: %s", error)
-            return
-        for request in apply(self._pending_of.get(event.group, {}), event, event.group):
+        event = decode_output(record, self._shared.front.metrics.undecodable.inc)
+        for request in () if event is None else apply(self._pending_of.get(event.group, {}), event, event.group):
             records = request.response.step(request)
             is_over = request.response.fold.is_over
             if is_over and request.submission is not None:

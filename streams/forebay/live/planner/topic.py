@@ -13,13 +13,12 @@ from forebay.core.scaling.state import Outcome, PlannerState
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.scaling import ScalingEvent
 from forebay.events.topics import SCALING
-from forebay.transport.base import Draft, Log
+from forebay.transport.base import FOLLOWED_RECORDS, Draft, Log, Record, follow
 
 logger = logging.getLogger(__name__)
 
 PARTITION = 0
-READ_MAX = 256
-OUTCOMES_MAX = READ_MAX  # results of one read, in which the writer that waits finds its own record
+OUTCOMES_MAX = FOLLOWED_RECORDS  # results of one read, in which the writer that waits finds its own record
 
 
 class ScalingTopic:
@@ -35,23 +34,11 @@ class ScalingTopic:
         """Apply all records of the topic. Raises LogError."""
         end = await self._log.end(SCALING.name, PARTITION)
         while self.state.end < end:
-            for record in await self._log.read(SCALING.name, PARTITION, self.state.end, READ_MAX):
-                self._apply(record.offset, record.value)
+            self._apply_all(await self._log.read(SCALING.name, PARTITION, self.state.end, FOLLOWED_RECORDS))
 
     async def follow(self) -> None:
         """Apply new records until cancelled. Raises LogError."""
-        wake = asyncio.Event()
-        tail = self._log.tail(SCALING.name, PARTITION, self.state.end, wake)
-        try:
-            while True:
-                wake.clear()
-                while records := tail.take(READ_MAX):
-                    for record in records:
-                        self._apply(record.offset, record.value)
-                    await asyncio.sleep(0)
-                await wake.wait()
-        finally:
-            tail.close()
+        await follow(self._log, SCALING, PARTITION, self.state.end, self._apply_all)
 
     async def follow_beside(self, work: Coroutine[Any, Any, None]) -> None:
         """Follow the topic until `work` ends. Raises the error of either."""
@@ -73,6 +60,10 @@ class ScalingTopic:
             self.changed.clear()
             await self.changed.wait()
         return offset, self._outcomes[offset]
+
+    def _apply_all(self, records: list[Record]) -> None:
+        for record in records:
+            self._apply(record.offset, record.value)
 
     def _apply(self, offset: int, value: bytes) -> None:
         try:

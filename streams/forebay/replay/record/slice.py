@@ -16,7 +16,7 @@ from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SCALING, SNAPSHOTS
 from forebay.journal.records import decode_journal
 from forebay.journal.snapshots import chunks_end, newest_snapshot
 from forebay.journal.start import EMPTY_STATE, StoredState, begins_of, oldest_usable, recorded_views, usable_state
-from forebay.transport.base import PAGE_RECORDS, Log, LogError, Record, newest_first
+from forebay.transport.base import PAGE_RECORDS, Log, LogError, Record, reversed_records
 from forebay.transport.directory import PARTITION
 from forebay.transport.sqlite.recording import Contents, Extent, RecordedGroup, utc
 from forebay.transport.sqlite.recording_writer import RecordingWriter
@@ -177,7 +177,7 @@ async def offset_at(log: Log, partition: int, at_us: int, *, before: bool = Fals
 
 async def newest_us(log: Log, partition: int) -> int | None:
     """Return when the newest decision was appended, in microseconds since 1970. None if the journal has no decision."""
-    async for record in newest_first(log, DECISIONS, partition, await log.end(DECISIONS.name, partition)):
+    async for record in reversed_records(log, DECISIONS, partition, await log.end(DECISIONS.name, partition)):
         if isinstance(decode_journal(record), AnyDecision):
             return record.at_us
     return None

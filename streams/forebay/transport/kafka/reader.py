@@ -10,7 +10,7 @@ from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
 from forebay.events.topics import DECISIONS, INPUTS, SNAPSHOTS, TOKENS
-from forebay.transport.base import LogError, LogUnavailable, Record
+from forebay.transport.base import LogError, LogUnavailable, Record, RecordsRemoved
 from forebay.transport.kafka.consumer import DenseConsumer
 from forebay.transport.kafka.errors import explain, log_error
 from forebay.transport.kafka.settings import REQUEST_MS, KafkaSettings
@@ -54,7 +54,7 @@ class KafkaReader:
                 return await self._fetch(consumer, place, topic, offset, limit)
             except OffsetOutOfRangeError as error:
                 text = f"{topic}/{partition} no longer holds offset {offset}: check the retention of the topic"
-                raise LogError(text) from error
+                raise RecordsRemoved(text) from error
             except (KafkaError, OSError) as error:
                 text = f"{topic}/{partition} cannot be read from Kafka: {explain(error)}"
                 raise log_error(error, text) from error

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Self
 
 from forebay import runtime
-from forebay.transport.base import Draft, LogError, LogSync, Record, Wake
+from forebay.transport.base import Draft, LogError, LogSync, Record, RecordsRemoved, Wake
 from forebay.transport.sqlite import schema
 from forebay.transport.sqlite.checkpoint import Checkpointer, fold
 from forebay.transport.sqlite.recording import Contents, Extent, is_recording, read_contents, require_sealed
-from forebay.transport.sqlite.schema import CorruptRecord, LogUnusable, MissingRecords, TrimmedRecords
+from forebay.transport.sqlite.schema import CorruptRecord, LogUnusable, MissingRecords
 from forebay.transport.sqlite.tail import TAIL_BYTES_MAX, Partition, SqliteTail
 
-__all__ = ["CorruptRecord", "LogUnusable", "MissingRecords", "SqliteLog", "SqliteTail", "TrimmedRecords"]
+__all__ = ["CorruptRecord", "LogUnusable", "MissingRecords", "SqliteLog", "SqliteTail"]
 
 
 logger = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ class SqliteLog:
 
         The deletion is one transaction, so a crash leaves the log either with or without all of these records. Records
         that a tail of this process has not taken yet are kept, and nothing is deleted while commits wait for a
-        checkpoint. Reads before the new start raise TrimmedRecords. Later appends use the pages that become free.
+        checkpoint. Reads before the new start raise RecordsRemoved. Later appends use the pages that become free.
         Raises LogError if the file cannot be written.
         """
         self._require_open()
@@ -387,10 +387,11 @@ class SqliteLog:
         return records
 
     def _require_untrimmed(self, topic: str, number: int, offset: int) -> None:
-        """Raise TrimmedRecords for an offset before the start, even if the writer trimmed after the read began."""
+        """Raise RecordsRemoved for an offset before the start, even if the writer trimmed after the read began."""
         first = 0 if self.recording is not None else self._start_of(topic, number)
         if offset < first:
-            raise TrimmedRecords(topic, number, offset, first)
+            text = f"{topic}/{number} no longer holds offset {offset}: retention removed the records before {first}"
+            raise RecordsRemoved(text)
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:

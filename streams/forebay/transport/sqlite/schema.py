@@ -68,15 +68,6 @@ class MissingRecords(LogError):
         self.last = last
 
 
-class TrimmedRecords(LogError):
-    """Retention removed the requested records. The partition begins at `first`."""
-
-    def __init__(self, topic: str, partition: int, offset: int, first: int) -> None:
-        super().__init__(
-            f"{topic}/{partition} no longer holds offset {offset}: retention removed the records before {first}"
-        )
-
-
 def require_topic(name: str) -> None:
     if not _TOPIC_NAME.fullmatch(name):
         raise ValueError(f"invalid topic name {name!r}: expected 1 to 200 characters of a-z, 0-9, '.' and '-'")
