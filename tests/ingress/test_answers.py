@@ -625,6 +625,7 @@ async def test_a_key_with_another_body_is_refused(both: Ingresses) -> None:
     await pending
     response = await repeated(both, text(stream=False, max_tokens=7), 0)
     assert error(response) == (409, "idempotency_key_reused")
+    assert response.headers["x-should-retry"] == "false", "the official clients send a 409 again"
     (await both.other.delete(f"/v1/requests/{id_of(await pending)}")).raise_for_status()
     assert error(await repeated(both, body, 0)) == (404, "request_not_found")
 

@@ -9,6 +9,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
+from pydantic_core import from_json
 
 from forebay.events.rendering import Rendering
 from forebay.events.tokens import Usage
@@ -53,35 +55,41 @@ def read(events: list[SseEvent]) -> list[dict[str, Any]]:
 def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the message that the events of a stream add up to, as Anthropic's clients do. Raises for a wrong order."""
     message: dict[str, Any] = events[0]["message"]
-    arguments = ""
-    opened = False
+    arguments: dict[int, str] = {}  # of each open block
     for event in events[1:]:
         blocks: list[Any] = message["content"]
         match event:
             case {"type": "content_block_start", "index": index, "content_block": block}:
-                assert (opened, index) == (False, len(blocks))
+                assert index == len(blocks)
+                assert all(blocks[other]["type"] == "tool_use" for other in arguments)
                 blocks.append(block)
-                opened, arguments = True, ""
+                arguments[index] = ""
             case {"type": "content_block_delta", "index": index, "delta": delta}:
-                assert (opened, index) == (True, len(blocks) - 1)
+                assert index in arguments
                 match delta:
                     case {"type": "input_json_delta", "partial_json": text}:
-                        arguments += text
+                        arguments[index] += text
                     case {"type": "signature_delta", "signature": text}:
-                        blocks[-1]["signature"] = text
+                        blocks[index]["signature"] = text
                     case {"type": "text_delta" | "thinking_delta", **output}:
                         ((name, text),) = output.items()
-                        blocks[-1][name] += text
+                        blocks[index][name] += text
             case {"type": "content_block_stop", "index": index}:
-                assert (opened, index) == (True, len(blocks) - 1)
-                opened = False
-                if arguments:
-                    blocks[-1]["input"] = json.loads(arguments)
+                if text := arguments.pop(index):
+                    blocks[index]["input"] = arguments_of(text)
             case {"type": "message_delta", "delta": delta, "usage": usage}:
-                assert not opened
+                assert not arguments
                 message |= {**delta, "usage": usage}
     assert events[-1] == {"type": "message_stop"}
     return message
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    try:
+        found = from_json(text, allow_partial=True)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"arguments": text}
 
 
 texts = st.text(min_size=1, max_size=5)
@@ -96,13 +104,14 @@ calls = st.dictionaries(texts, texts | st.integers(), max_size=2)
 def test_the_events_of_a_stream_add_up_to_the_whole(
     outputs: list[OutputDelta], arguments: list[dict[str, Any]], reason: str
 ) -> None:
-    outputs = [OutputDelta(), *sorted(outputs, key=lambda output: bool(output.content))]  # reasoning comes first
+    outputs.insert(0, OutputDelta())
     for index, given_ in enumerate(arguments):
         text = json.dumps(given_)
         parts = ["", *([text[:3], text[3:]] if given_ else [])]  # some parsers emit nothing for no arguments
         first, *others = (ToolCallDelta(index, arguments=part) for part in parts)
-        named = msgspec.structs.replace(first, name="weather", call_id=f"call-{index}")
-        outputs += [OutputDelta(calls=(call,)) for call in (named, *others)]
+        named = replace(first, name="weather", call_id=f"call-{index}")
+        # Each call continues after the begin of the next one, and among text and reasoning.
+        outputs[2 * index + 1 : 2 * index + 1] = [OutputDelta(calls=(call,)) for call in (named, *others)]
     stream = formatter()
     events = [event for output in outputs for event in stream.delta(0, output)]
     found = message_of(read([*events, *stream.close(0, reason, SERVED), *stream.finish(USAGE)]))
@@ -110,6 +119,20 @@ def test_the_events_of_a_stream_add_up_to_the_whole(
     assert found == whole
     assert [block["input"] for block in found["content"] if block["type"] == "tool_use"] == arguments
     assert found["usage"]["input_tokens"] + found["usage"]["cache_read_input_tokens"] == 9
+
+
+def test_calls_may_be_interleaved() -> None:
+    parts = ((0, "a", '{"x":'), (1, "b", ""), (0, "", "1"), (1, "", "{}"), (0, "", "}"))
+    outputs = [OutputDelta(calls=(ToolCallDelta(at, name, name, text),)) for at, name, text in parts]
+    outputs.insert(3, OutputDelta("Hm"))
+    stream = formatter()
+    events = [event for output in outputs for event in stream.delta(0, output)]
+    found = message_of(read([*events, *stream.close(0, "tool_calls", SERVED), *stream.finish(USAGE)]))
+    assert found["content"] == [
+        {"type": "tool_use", "id": "a", "name": "a", "input": {"x": 1}},
+        {"type": "tool_use", "id": "b", "name": "b", "input": {}},
+        {"type": "text", "text": "Hm"},
+    ]
 
 
 def test_the_events_come_in_the_official_order() -> None:
@@ -408,10 +431,25 @@ async def test_a_response_names_the_stop_sequence(scene: Scene, *, stream: bool)
         found = message_of([json.loads(event["data"]) for event in events])
         assert [event["event"] for event in events][-2:] == ["message_delta", "message_stop"]
     assert found["id"].startswith(request.request_id)
+    assert response.headers["request-id"] == response.headers["x-request-id"]
     assert (found["content"], found["model"]) == ([{"type": "text", "text": "How are"}], NAME)
     assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", " you")
     assert found["usage"]["input_tokens"] == request.rendering.prompt_tokens - found["usage"]["cache_read_input_tokens"]
     assert scene.metric('dynamo_frontend_requests_total{endpoint="messages"')
+
+
+async def test_a_whole_message_has_the_blocks_of_its_stream_in_their_order() -> None:
+    text = 'Wait. <tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call> Done.'
+    found = []
+    async with make_scene(tool_call_parser="hermes") as scene:
+        for stream in (False, True):
+            asked = scene.start(MESSAGES, plain(tools=[WEATHER], stream=stream))
+            scene.reply((await scene.next_request()).request_id, text, reason="stop")
+            response = await asked
+            events = [json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: ")]
+            found.append(message_of(events) if stream else response.json())
+    assert [block["type"] for block in found[0]["content"]] == ["text", "tool_use", "text"]
+    assert [block["type"] for block in found[1]["content"]] == ["text", "tool_use", "text"]
 
 
 async def test_errors_outside_of_the_route_have_the_format_of_the_api(scene: Scene) -> None:
@@ -419,6 +457,7 @@ async def test_errors_outside_of_the_route_have_the_format_of_the_api(scene: Sce
     scene.refuse((await scene.next_request()).request_id, 429, "queue_full")
     response = await asked
     assert (*shape(response), response.headers["retry-after"]) == (429, "rate_limit_error", "queue_full", "1")
+    assert response.headers["request-id"] == response.headers["x-request-id"]
     assert shape(await scene.client.get(MESSAGES)) == (405, "invalid_request_error", "method_not_allowed")
     assert shape(await scene.client.post(f"{MESSAGES}/batches", json={})) == (404, "not_found_error", "not_found")
     undeclared = await scene.client.post(MESSAGES, content=b"{}", headers={"content-type": "text/plain"})

@@ -9,10 +9,12 @@ if TYPE_CHECKING:
     from starlette.types import Send
 
 RETRY_STATUSES = frozenset({429, 503})  # temporary: the same request may succeed later
+FINAL_STATUSES = frozenset({409, 501})  # official clients send the request again, unless a header forbids it
 MESSAGE_CHARS_MAX = 4_096  # messages quote names from the request, which may be megabytes long
 PARAM_CHARS_MAX = 256
 UNSUPPORTED_CODING = "unsupported_content_encoding"
 ACCEPTED_CODING = "gzip"
+ID_HEADERS = ("x-request-id", "request-id")  # the second one is Anthropic's
 MESSAGES_PATH = "/v1/messages"  # errors of this path and those below have Anthropic's format
 MESSAGES_TYPES = {
     401: "authentication_error",
@@ -52,6 +54,8 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         if self.code == UNSUPPORTED_CODING:
             return {"accept-encoding": ACCEPTED_CODING}
+        if self.status in FINAL_STATUSES:
+            return {"x-should-retry": "false"}
         return {"www-authenticate": "Bearer"} if self.status == 401 else retry_headers(self.status, self.retry_after_s)
 
     def body(self, path: str = "", request_id: str = "") -> dict[str, Any]:
@@ -74,7 +78,7 @@ class ApiError(Exception):
     def raw_headers(self, body: bytes, *, request_id: str = "", closes: bool = False) -> list[tuple[bytes, bytes]]:
         headers = {"content-type": "application/json", "content-length": str(len(body)), **self.headers()}
         if request_id:
-            headers["x-request-id"] = request_id
+            headers |= dict.fromkeys(ID_HEADERS, request_id)
         if closes:
             headers["connection"] = "close"
         return [(name.encode(), value.encode()) for name, value in headers.items()]

@@ -27,7 +27,7 @@ from forebay.events.request_ids import RequestLocation, public_id
 from forebay.events.requests import RequestSubmitted, reply_key_of
 from forebay.ingress.access_log import add_fields
 from forebay.ingress.commands import GRACE_S
-from forebay.ingress.errors import ApiError, deadline_exceeded
+from forebay.ingress.errors import ID_HEADERS, ApiError, deadline_exceeded
 from forebay.ingress.finder import FoundRequest
 from forebay.ingress.front import BACKGROUND_MAX
 from forebay.ingress.group import GroupClient
@@ -302,7 +302,8 @@ class OneResponse(Response):
         return interruption(reason)
 
     def _start(self, content_type: bytes, length: int | None = None) -> dict[str, object]:
-        headers = [(b"content-type", content_type), (b"x-request-id", self._fold.client_id.encode())]
+        headers = [(b"content-type", content_type)]
+        headers += [(name.encode(), self._fold.client_id.encode()) for name in ID_HEADERS]
         if self._stream.worker_id:
             headers.append((b"x-forebay-worker", self._stream.worker_id.encode()))
         headers += self._more_headers
