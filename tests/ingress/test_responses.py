@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
@@ -114,7 +115,7 @@ def test_every_event_has_the_official_type_and_adds_up_to_the_whole(deltas: list
         own = [event for event in events if getattr(event, "output_index", None) == index]
         assert (own[0].type, own[-1].type) == ("response.output_item.added", "response.output_item.done")
         assert own[-1].item == item
-        assert response_of(item.id) == (ID, index)
+        assert response_of(item.id) == ID
         added = "".join(event.delta for event in own if event.type.endswith(".delta"))
         assert added == (item.arguments if item.type == "function_call" else item.content[0].text)
 
@@ -168,12 +169,36 @@ def test_an_error_ends_a_stream_with_a_failed_response() -> None:
 
 
 def test_log_probabilities_belong_to_the_text_of_their_tokens() -> None:
-    events = streamed([OutputDelta(logprobs=(LOGPROB,)), OutputDelta(" yes", logprobs=(LOGPROB,))], **EVERYTHING)
-    (delta,) = [event for event in events if event.type == "response.output_text.delta"]
-    assert [one.token for one in delta.logprobs] == [" yes", " yes"]
+    tag, first, last = (DecodedLogprob(text, -1.0) for text in (b"</think>", b"\xc3", b"\xa9"))
+    outputs = [OutputDelta(logprobs=(one,)) for one in (tag, first)]
+    outputs += [OutputDelta("\xe9", logprobs=(last,)), OutputDelta(" yes", logprobs=(LOGPROB,))]
+    events = streamed([*outputs, OutputDelta(logprobs=(tag,))], **EVERYTHING)
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [[one.token for one in delta.logprobs] for delta in deltas] == [["\ufffd", "\ufffd"], [" yes"]]
     part = events[-1].response.output[0].content[0]
-    assert [one.bytes for one in part.logprobs] == [[*b" yes"]] * 2
-    assert part.logprobs[0].top_logprobs[1].bytes == [0xE2]
+    assert [one.bytes for one in part.logprobs] == [[0xC3], [0xA9], [*b" yes"]]
+    assert part.logprobs[2].top_logprobs[1].bytes == [0xE2]
+
+
+def test_calls_may_be_interleaved() -> None:
+    parts = ((0, "a", '{"x":'), (1, "b", ""), (0, "", "1"), (1, "", "{}"), (0, "", "}"))
+    outputs = [OutputDelta(calls=(ToolCallDelta(at, name, name, text),)) for at, name, text in parts]
+    events = streamed([*outputs[:3], OutputDelta("Hm"), *outputs[3:]], "tool_calls")
+    for index, item in enumerate(events[-1].response.output):
+        own = [event for event in events if getattr(event, "output_index", None) == index]
+        assert own[-1].item == item, "an item has no event after it is done"
+    assert [getattr(item, "arguments", "") for item in events[-1].response.output] == ['{"x":1}', "{}", ""]
+
+
+def test_the_parts_of_a_long_call_are_joined_in_linear_time() -> None:
+    outputs = [OutputDelta(calls=(ToolCallDelta(0, arguments="x" * 20),))] * 200_000
+    assert len(merge_deltas(outputs).calls[0].arguments) == 20 * len(outputs)
+
+
+def test_a_background_response_is_queued_until_its_first_output() -> None:
+    events = streamed([OutputDelta(), OutputDelta("Yes")], background=True)
+    assert [event.type.removeprefix("response.") for event in events[:3]] == ["created", "queued", "in_progress"]
+    assert [event.response.status for event in events[:3]] == ["queued", "queued", "in_progress"]
 
 
 def test_every_field_of_the_official_client_is_known() -> None:
@@ -390,6 +415,19 @@ async def test_a_response_is_not_continued_by_another_model(scene: Scene, client
     assert (raised.value.status, raised.value.param) == (400, "previous_response_id")
 
 
+@pytest.mark.parametrize("step", ["stored", "read"])
+async def test_an_expired_previous_response_is_named(
+    scene: Scene, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    async def expired(*_: object) -> None:
+        raise ApiError(410, "answer_expired", "the answer has expired")
+
+    given = {"model": NAME, "input": "Hello", "previous_response_id": (await finished(scene, client)).id}
+    monkeypatch.setattr(f"forebay.ingress.http.responses.{step}", expired)
+    response = await scene.client.post(RESPONSES, json=given)
+    assert (*error_of(response), response.json()["error"]["param"]) == (410, "answer_expired", "previous_response_id")
+
+
 async def test_a_response_that_is_not_stored_is_unknown(scene: Scene, client: openai.AsyncOpenAI) -> None:
     response = await finished(scene, client, store=False)
     with pytest.raises(openai.NotFoundError, match="Response with id"):
@@ -483,13 +521,19 @@ async def test_a_failed_response_is_read(scene: Scene, client: openai.AsyncOpenA
         "stream=true&starting_after=x",
         "starting_after=1",
         "stream=true&starting_after=99",
+        "include=message.output_text.logprobs",  # which the request did not include
+        "include[]=file_search_call.results",
     ],
 )
-async def test_an_invalid_position_is_refused(scene: Scene, query: str) -> None:
+async def test_an_invalid_position_or_output_is_refused(scene: Scene, query: str) -> None:
     async with scene.openai_client() as client:
         response = await finished(scene, client)
     found = await scene.client.get(f"{RESPONSES}/{response.id}?{query}")
-    assert (found.status_code, found.json()["error"]["param"]) == (400, "starting_after")
+    error = found.json()["error"]
+    assert (found.status_code, error["param"].partition("[")[0]) == (
+        400,
+        re.findall(r"starting_after|include", query)[0],
+    )
 
 
 async def test_a_background_response_with_a_key_waits_for_the_owner(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import msgspec
 from forebay.events.rendering import Rendering
 from forebay.events.tokens import PrefilledBy, Usage
 from forebay.ingress.errors import ApiError
-from forebay.ingress.parsers.deltas import OutputDelta
+from forebay.ingress.parsers.deltas import DecodedLogprob, OutputDelta, ToolCallDelta, is_json
 
 
 class SseEvent(msgspec.Struct, frozen=True, gc=False):
@@ -64,6 +64,9 @@ class ServingInfo(msgspec.Struct, frozen=True):
                 "transfer_ms": prefilled.transfer_us / 1e3,
             }
         return plain
+
+
+REASONING, TEXT, CALL = "reasoning", "text", "call"  # kinds of blocks
 
 
 class WholeChoice(NamedTuple):
@@ -129,3 +132,104 @@ class Formatter(ABC):
     def error(self, error: ApiError) -> list[SseEvent]:
         """Return the events that end a stream with an error."""
         return [SseEvent(self.error_body(error))]
+
+
+class Block:
+    """Output of one kind in a response: reasoning, text, or a call of a function.
+
+    Attributes:
+        index: position in the response.
+        call: name and id of the function that is called; None for another kind.
+        status: `in_progress` while more output may follow, then the status that the API shows.
+        logprobs: tokens of a text, if the client requested their log probabilities.
+    """
+
+    def __init__(self, kind: str, index: int, call: ToolCallDelta | None) -> None:
+        self.kind = kind
+        self.index = index
+        self.call = call
+        self.status = "in_progress"
+        self.texts: list[str] = []
+        self.logprobs: list[DecodedLogprob] = []
+
+    @property
+    def is_open(self) -> bool:
+        return self.status == "in_progress"
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class BlockFormatter(Formatter):
+    """Base of formats whose response is a sequence of blocks. It has one choice.
+
+    A block ends when the next one begins. Parsers of engines may interleave calls, so a call whose arguments are not
+    complete then stays open until the end of the response. A whole response is built by the methods for a stream, so
+    both have the same blocks.
+    """
+
+    needs_positions = True
+
+    def __init__(self, rendering: Rendering, response_id: str) -> None:
+        super().__init__(rendering, response_id)
+        self.blocks: list[Block] = []
+        self._calls: dict[int, Block] = {}
+        self._events: list[SseEvent] = []
+
+    def delta(self, index: int, delta: OutputDelta) -> list[SseEvent]:
+        for kind, text in ((REASONING, delta.reasoning), (TEXT, delta.content)):
+            if text:
+                last = self.blocks[-1] if self.blocks else None
+                self._append(last if last is not None and last.kind == kind else self._open(kind), text)
+        for call in delta.calls:
+            block = self._calls.get(call.index)
+            if block is None:
+                block = self._calls[call.index] = self._open(CALL, call)
+            if call.arguments:
+                self._append(block, call.arguments)
+        return self._taken()
+
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
+        ((deltas, reason, served),) = choices
+        for delta in deltas:
+            self.delta(0, delta)
+        self.close(0, reason, served)
+        self.finish(usage)
+        return msgspec.json.encode(self.plain())
+
+    def _open(self, kind: str, call: ToolCallDelta | None = None) -> Block:
+        if self.blocks and (self.blocks[-1].call is None or is_json(self.blocks[-1].text)):
+            self._end(self.blocks[-1])
+        block = Block(kind, len(self.blocks), call)
+        self.blocks.append(block)
+        self._begin(block)
+        return block
+
+    def _end_all(self) -> None:
+        for block in self.blocks:
+            if block.is_open:
+                self._end(block)
+
+    def _emit(self, name: str, **fields: Any) -> None:
+        self._events.append(SseEvent(msgspec.json.encode({"type": name, **fields}), name))
+
+    def _taken(self) -> list[SseEvent]:
+        events, self._events = self._events, []
+        return events
+
+    @abstractmethod
+    def plain(self) -> dict[str, Any]:
+        """Return the response object with the output so far."""
+
+    @abstractmethod
+    def _begin(self, block: Block) -> None:
+        """Emit the events before the output of a block."""
+
+    @abstractmethod
+    def _append(self, block: Block, text: str) -> None:
+        """Add text to a block, and emit its event."""
+
+    @abstractmethod
+    def _end(self, block: Block) -> None:
+        """End a block, and emit the events after its output."""

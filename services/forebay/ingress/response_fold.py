@@ -9,24 +9,33 @@ event, and the part is the number of events of the choice since that token.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from forebay.core.state.reply_slot import ResponseState
-from forebay.events.rendering import Rendering
+from forebay.events.rendering import Api, Rendering
 from forebay.events.request_ids import client_id_of, part_ids, whole_id
 from forebay.events.requests import RequestSubmitted
 from forebay.events.tokens import ResponseEnded, TokenLogprob, Usage
 from forebay.ingress.errors import RETRY_AFTER_S, RETRY_STATUSES, ApiError
-from forebay.ingress.formats import FORMATTERS, formatter_of
 from forebay.ingress.formatter import Formatter, ServingInfo, SseEvent, WholeChoice
+from forebay.ingress.messages.formatter import MessagesFormatter
 from forebay.ingress.model import Model
 from forebay.ingress.openai.embeddings import embeddings
 from forebay.ingress.openai.tools import decode_selection
 from forebay.ingress.parsers.composer import Composer, OutputPlan
 from forebay.ingress.parsers.deltas import OutputDelta
 from forebay.ingress.parsers.selection import ParseOptions, ParserFactory
+from forebay.ingress.render import CompletionFormatter
+from forebay.ingress.responses.formatter import ResponsesFormatter
+
+FORMATTERS: Mapping[Api, type[Formatter]] = {
+    "chat_completions": CompletionFormatter,
+    "completions": CompletionFormatter,
+    "responses": ResponsesFormatter,
+    "messages": MessagesFormatter,
+}
 
 
 class StreamEvent(msgspec.Struct, frozen=True, gc=False):
@@ -199,7 +208,7 @@ class CompletionFold(ResponseFold):
         self._missing = len(composers)
 
     def begin(self, response_id: str) -> list[StreamEvent]:
-        self.formatter = formatter_of(self.rendering, response_id)
+        self.formatter = FORMATTERS[self.rendering.api](self.rendering, response_id)
         self.done = self.formatter.done
         events: list[StreamEvent] = []
         if self.stream:

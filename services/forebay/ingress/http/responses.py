@@ -21,7 +21,7 @@ from forebay.ingress.http.answers import READS, SHOWN_CHARS_MAX, admitted, cance
 from forebay.ingress.http.openapi import JSON, content, errors, streamed
 from forebay.ingress.http.response import AttachedResponse, LastEvent, OneResponse
 from forebay.ingress.response_fold import CompletionFold, ResponseFold
-from forebay.ingress.responses.body import RESPONSES_PATH, ResponsesBody
+from forebay.ingress.responses.body import LOGPROBS, RESPONSES_PATH, ResponsesBody, require_included
 from forebay.ingress.responses.formatter import ResponsesFormatter, response_of
 from forebay.ingress.responses.items import ITEMS, REFERENCE, Item, listed
 
@@ -46,7 +46,7 @@ class BackgroundResponse(OneResponse):
                 await deadline_exceeded(self._group.settings.timeout_s).send(send)
                 return "error"
         if self._stream.located is None:
-            encoded = _encode(_formatter(self._fold).plain() | {"status": "queued"})
+            encoded = _encode(_formatter(self._fold).plain())
             await send(self._start(JSON.encode(), len(encoded)))
             await send({"type": "http.response.body", "body": encoded})
             send = _discard
@@ -129,7 +129,7 @@ async def with_history(body: ResponsesBody, finder: RequestFinder, group: GroupC
     """
     previous = body.previous_response_id
     owners = {item.id: response_of(item.id) for _, item in body.placed if item.kind == REFERENCE and item.id}
-    wanted = {owner[0]: "input" for owner in owners.values() if owner is not None}
+    wanted = {owner: "input" for owner in owners.values() if owner is not None}
     if previous is not None:
         wanted[previous] = "previous_response_id"
     if not wanted and not owners:
@@ -140,7 +140,7 @@ async def with_history(body: ResponsesBody, finder: RequestFinder, group: GroupC
     found = dict(zip(wanted, await asyncio.gather(*reads), strict=True))
     items: dict[str, Item] = {}
     for item_id, owner in owners.items():
-        output = [] if owner is None else found[owner[0]].output
+        output = [] if owner is None else found[owner].output
         item = next((item for item in output if item.id == item_id), None)
         if item is None:
             raise _unknown(item_id, "input")
@@ -158,13 +158,15 @@ class _Conversation(NamedTuple):
 async def _conversation(finder: RequestFinder, response_id: str, param: str, group: GroupClient) -> _Conversation:
     try:
         found = await stored(finder, response_id)
+        if found.loaded.group is not group:
+            models = f"{found.loaded.group.settings.model_name}, not of {group.settings.model_name}"
+            raise invalid(f"{param}: the response {response_id} is of the model {models}")
+        response = await read(found)
     except ApiError as error:
-        raise _unknown(response_id, param) if error.status == 404 else error from None
-    if found.loaded.group is not group:
-        models = f"{found.loaded.group.settings.model_name}, not of {group.settings.model_name}"
-        raise invalid(f"{param}: the response {response_id} is of the model {models}", param)
-    response = await read(found)
-    if response["status"] == "in_progress":
+        if error.status == 404:
+            raise _unknown(response_id, param) from None
+        raise ApiError(error.status, error.code, error.message, param, retry_after_s=error.retry_after_s) from None
+    if response["status"] in ("queued", "in_progress"):
         raise invalid(f"{param}: the response {response_id} has not finished", param, "response_not_finished")
     given, output = found.rendering.input, _encode(response["output"])
     return _Conversation(ITEMS.validate_json(given), ITEMS.validate_json(output), len(given) + len(output))
@@ -185,12 +187,15 @@ def add_responses(app: FastAPI, front: Front, finder: RequestFinder) -> None:
     async def retrieve(request: Request, response_id: str) -> Response:
         """Return a response as it is now, or with `stream=true` its events, after `starting_after` if given."""
         is_stream, after = request.query_params.get("stream") == "true", _starting_after(request)
+        included = _included(request)
         if after is not None and not is_stream:
             raise invalid("starting_after is only allowed with stream=true", "starting_after")
 
         async def respond() -> Response:
             began_s = runtime.monotonic_s()
             found = await stored(finder, response_id)
+            if LOGPROBS in included and found.first.sampling.logprobs is None:
+                raise invalid(f"include: the response was created without {LOGPROBS}", "include")
             if is_stream:
                 return AttachedResponse(found, began_s, stream=True, after=after)
             return await snapshot(found)
@@ -222,7 +227,7 @@ def add_responses(app: FastAPI, front: Front, finder: RequestFinder) -> None:
     @app.get(f"{path}/input_items", responses=whole)
     async def input_items(request: Request, response_id: str) -> Response:
         """Return a page of the items of the conversation before the output of a response."""
-        query = request.query_params
+        query, _ = request.query_params, _included(request)
         order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", str(LISTED))
         if order not in ORDERS:
             raise invalid(f"order is {order[:SHOWN_CHARS_MAX]!r}; it must be asc or desc", "order")
@@ -238,6 +243,14 @@ def add_responses(app: FastAPI, front: Front, finder: RequestFinder) -> None:
         page, more = items[begin : begin + int(limit)], len(items) > begin + int(limit)
         first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
         return _json({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more})
+
+
+def _included(request: Request) -> list[str]:
+    """Return the values of `include`. Raises ApiError (400) for one that is not supported."""
+    query = request.query_params
+    names = [*query.getlist("include"), *query.getlist("include[]")]
+    require_included(names)
+    return names
 
 
 def _starting_after(request: Request) -> LastEvent | None:

@@ -10,7 +10,7 @@ import msgspec
 from forebay.events.tokens import TokenLogprob
 from forebay.ingress.model import Decoder, Model
 from forebay.ingress.parsers.call_scanner import split_at_overlap
-from forebay.ingress.parsers.deltas import EMPTY_DELTA, DecodedLogprob, OutputDelta, Parser, merge_deltas
+from forebay.ingress.parsers.deltas import EMPTY_DELTA, DecodedLogprob, OutputDelta, Parser, is_json, merge_deltas
 from forebay.ingress.parsers.parsers import ParserChain
 from forebay.ingress.parsers.selection import ParseOptions, ParserFactory
 from forebay.ingress.token_bytes import TokenBytes
@@ -153,8 +153,4 @@ class Composer:
     def _is_complete(self, arguments: str) -> bool:
         if not arguments:  # some parsers of vLLM emit nothing for a call without arguments
             return not self.stop
-        try:
-            msgspec.json.decode(arguments, type=msgspec.Raw)
-        except (msgspec.MsgspecError, RecursionError):
-            return False
-        return True
+        return is_json(arguments)

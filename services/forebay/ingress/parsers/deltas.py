@@ -68,15 +68,25 @@ class Parser(Protocol):
 
 def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
     """Return consecutive deltas as one delta. Its `calls` has one entry per tool call, ordered by index."""
-    calls: dict[int, ToolCallDelta] = {}
+    calls: dict[int, list[ToolCallDelta]] = {}
     for call in (call for delta in deltas for call in delta.calls):
-        known = calls.get(call.index)
-        calls[call.index] = (
-            call if known is None else msgspec.structs.replace(known, arguments=known.arguments + call.arguments)
-        )
+        calls.setdefault(call.index, []).append(call)
     return OutputDelta(
         content="".join([delta.content for delta in deltas]),
         reasoning="".join([delta.reasoning for delta in deltas]),
-        calls=tuple(calls[index] for index in sorted(calls)),
+        calls=tuple(_joined(calls[index]) for index in sorted(calls)),
         logprobs=tuple(one for delta in deltas for one in delta.logprobs),
     )
+
+
+def _joined(parts: Sequence[ToolCallDelta]) -> ToolCallDelta:
+    return msgspec.structs.replace(parts[0], arguments="".join([part.arguments for part in parts]))
+
+
+def is_json(text: str) -> bool:
+    """Return whether a text is a complete JSON value."""
+    try:
+        msgspec.json.decode(text, type=msgspec.Raw)
+    except (msgspec.MsgspecError, RecursionError):
+        return False
+    return True

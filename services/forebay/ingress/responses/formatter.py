@@ -1,15 +1,13 @@
 """Format of the responses of the Responses API: its objects, and the events of its streams.
 
-Theory of operation. A response consists of output items: reasoning, a message, and calls of functions, each of which
-has one part. The formatter keeps the items, because the last event of a stream has the whole response. A response
-without a stream is built by the same methods, so both have the same items. Nothing depends on a clock: the ids of
-items are derived from the id of the response.
+Theory of operation. A response consists of output items, one per block: reasoning, a message, and calls of functions.
+Reasoning and messages have one part. Nothing depends on a clock: the ids of items are derived from the id of the
+response. A response with `background` is queued until its first output.
 
 Source: OpenAI API reference, responses and streaming events.
 """
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -17,17 +15,16 @@ import msgspec
 from forebay.events.rendering import Rendering
 from forebay.events.tokens import Usage
 from forebay.ingress.errors import ApiError
-from forebay.ingress.formatter import Formatter, ServingInfo, SseEvent, WholeChoice
-from forebay.ingress.parsers.deltas import DecodedLogprob, OutputDelta, ToolCallDelta
+from forebay.ingress.formatter import CALL, REASONING, TEXT, Block, BlockFormatter, ServingInfo, SseEvent
+from forebay.ingress.parsers.deltas import DecodedLogprob, OutputDelta
 
-REASONING, MESSAGE, CALL = "reasoning", "message", "function_call"
-PREFIXES = {REASONING: "rs", MESSAGE: "msg", CALL: "fc"}
+PREFIXES = {REASONING: "rs", TEXT: "msg", CALL: "fc"}
 TEXT_EVENTS = {
     REASONING: "response.reasoning_text",
-    MESSAGE: "response.output_text",
+    TEXT: "response.output_text",
     CALL: "response.function_call_arguments",
 }
-ITEM_ID = re.compile(rf"({'|'.join(PREFIXES.values())})_([0-9]{{1,9}})_(.+)")
+ITEM_ID = re.compile(rf"(?:{'|'.join(PREFIXES.values())})_[0-9]{{1,9}}_(.+)")
 # Why a response is incomplete, by its finish reason.
 INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # by HTTP status; other errors are `server_error`
@@ -35,57 +32,14 @@ ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # by HTTP sta
 _encode = msgspec.json.encode
 
 
-def response_of(item_id: str) -> tuple[str, int] | None:
-    """Return the id of the response that an output item belongs to, and its position; None for any other id."""
+def response_of(item_id: str) -> str | None:
+    """Return the id of the response that an output item belongs to; None for any other id."""
     found = ITEM_ID.fullmatch(item_id)
-    return None if found is None else (found[3], int(found[2]))
+    return None if found is None else found[1]
 
 
-class _Item:
-    """An output item. It has one part, or it is a call of a function.
-
-    Attributes:
-        place: fields of the item's events.
-        logprobs: the tokens of a message, if the client requested their log probabilities.
-    """
-
-    def __init__(self, kind: str, index: int, response_id: str, call: ToolCallDelta | None) -> None:
-        self.kind = kind
-        self.id = f"{PREFIXES[kind]}_{index}_{response_id}"
-        self.status = "in_progress"
-        self.place: dict[str, Any] = {"item_id": self.id, "output_index": index}
-        if call is None:
-            self.place["content_index"] = 0
-        # A delta event is `head`, its number, its text, and the log probabilities of a message.
-        self.head = _encode({"type": f"{TEXT_EVENTS[kind]}.delta", **self.place})[:-1] + b',"sequence_number":'
-        self.texts: list[str] = []
-        self.logprobs: list[DecodedLogprob] = []
-        self._call = call
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    def part(self) -> dict[str, Any]:
-        if self.kind == REASONING:
-            return {"type": "reasoning_text", "text": self.text}
-        logprobs = [_logprob(one, has_bytes=True) for one in self.logprobs]
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": logprobs}
-
-    def plain(self) -> dict[str, Any]:
-        item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": self.status}
-        if self._call is not None:
-            return item | {"call_id": self._call.call_id, "name": self._call.name, "arguments": self.text}
-        item["content"] = [self.part()] if self.texts or self.status != "in_progress" else []
-        if self.kind == REASONING:
-            return item | {"summary": []}
-        return item | {"role": "assistant"}
-
-
-class ResponsesFormatter(Formatter):
+class ResponsesFormatter(BlockFormatter):
     """Encodes the response to one request of the Responses API, which has one choice."""
-
-    needs_positions = True
 
     def __init__(self, rendering: Rendering, response_id: str) -> None:
         super().__init__(rendering, response_id)
@@ -99,44 +53,31 @@ class ResponsesFormatter(Formatter):
             "usage": None,
             **msgspec.json.decode(rendering.options),
         }
-        self._status = "in_progress"
-        self._items: list[_Item] = []
-        self._calls: dict[int, _Item] = {}
+        self._status = "queued" if self._fields["background"] else "in_progress"
         self._logprobs: list[DecodedLogprob] = []  # of tokens without text so far
         self._reasoning_tokens = 0
-        self._events: list[SseEvent] = []
         self._number = 0  # of events so far
 
     def begin(self) -> list[SseEvent]:
         self._emit("response.created", response=self.plain())
-        self._emit("response.in_progress", response=self.plain())
+        self._emit(f"response.{self._status}", response=self.plain())
         return self._taken()
 
     def delta(self, index: int, delta: OutputDelta) -> list[SseEvent]:
+        if self._status == "queued":
+            self._status = "in_progress"
+            self._emit("response.in_progress", response=self.plain())
         self._logprobs += delta.logprobs
-        if delta.reasoning:
-            self._reasoning_tokens += 1
-            self._add_text(REASONING, delta.reasoning)
-        if delta.content:
-            self._add_text(MESSAGE, delta.content)
-        for call in delta.calls:
-            item = self._calls.get(call.index)
-            if item is None:
-                item = self._calls[call.index] = self._open(CALL, call)
-                self._logprobs = []
-            if call.arguments:
-                self._add_delta(item, call.arguments)
-        return self._taken()
+        self._reasoning_tokens += bool(delta.reasoning)
+        return super().delta(index, delta)
 
     def close(self, index: int, reason: str, served: ServingInfo) -> list[SseEvent]:
-        if not self._items:
-            self._open(MESSAGE)
+        if not self.blocks:
+            self._open(TEXT)
         if (why := INCOMPLETE.get(reason)) is not None:
             self._fields["incomplete_details"] = {"reason": why}
         self._status = "completed" if why is None else "incomplete"
-        if self._items[-1].kind == MESSAGE:
-            self._items[-1].logprobs += self._logprobs
-        self._close_last(self._status)
+        self._end_all()
         return self._taken()
 
     def finish(self, usage: Usage) -> list[SseEvent]:
@@ -162,65 +103,76 @@ class ResponsesFormatter(Formatter):
         if self._status == "failed":
             code = ERROR_CODES.get(error.status, "server_error")
             self._fields["error"] = {"code": code, "message": f"{error.code}: {error.message}"}
-        for item in self._items[-1:]:
-            item.status = "incomplete"
-
-    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
-        for choice in choices:
-            for delta in choice.deltas:
-                self.delta(0, delta)
-            self.close(0, choice.reason, choice.served)
-        self.finish(usage)
-        return _encode(self.plain())
+        for block in self.blocks:
+            if block.is_open:
+                block.status = "incomplete"
 
     def plain(self) -> dict[str, Any]:
-        """Return the response object, with the output so far."""
-        return {**self._fields, "status": self._status, "output": [item.plain() for item in self._items]}
+        return {**self._fields, "status": self._status, "output": [self._item(block) for block in self.blocks]}
 
-    def _add_text(self, kind: str, text: str) -> None:
-        item = self._items[-1] if self._items and self._items[-1].kind == kind else self._open(kind)
-        self._add_delta(item, text)
+    def _begin(self, block: Block) -> None:
+        self._emit("response.output_item.added", output_index=block.index, item=self._item(block))
+        if block.call is None:
+            self._emit("response.content_part.added", **self._place(block), part=_part(block))
 
-    def _open(self, kind: str, call: ToolCallDelta | None = None) -> _Item:
-        self._close_last("completed")
-        item = _Item(kind, len(self._items), self.response_id, call)
-        self._items.append(item)
-        self._emit("response.output_item.added", output_index=item.place["output_index"], item=item.plain())
-        if call is None:
-            self._emit("response.content_part.added", **item.place, part=item.part())
-        return item
-
-    def _add_delta(self, item: _Item, text: str) -> None:
-        item.texts.append(text)
-        data = b'%b%d,"delta":%b' % (item.head, self._number, _encode(text))
-        if item.kind == MESSAGE:
-            item.logprobs += self._logprobs
-            data += b',"logprobs":' + _encode([_logprob(one) for one in self._logprobs])
+    def _append(self, block: Block, text: str) -> None:
+        block.texts.append(text)
+        logprobs = {}
+        if block.kind == TEXT:
+            own = _of_text(self._logprobs, text)
+            block.logprobs += own
+            logprobs = {"logprobs": [_logprob(one) for one in own]}
         self._logprobs = []
-        self._number += 1
-        self._events.append(SseEvent(data + b"}", f"{TEXT_EVENTS[item.kind]}.delta"))
+        self._emit(f"{TEXT_EVENTS[block.kind]}.delta", **self._place(block), delta=text, **logprobs)
 
-    def _close_last(self, status: str) -> None:
-        if not self._items:
-            return
-        item = self._items[-1]
-        item.status = status
-        name = "arguments" if item.kind == CALL else "text"
-        done: dict[str, Any] = {**item.place, name: item.text}
-        if item.kind == MESSAGE:
-            done["logprobs"] = [_logprob(one) for one in item.logprobs]
-        self._emit(f"{TEXT_EVENTS[item.kind]}.done", **done)
-        if item.kind != CALL:
-            self._emit("response.content_part.done", **item.place, part=item.part())
-        self._emit("response.output_item.done", output_index=item.place["output_index"], item=item.plain())
+    def _end(self, block: Block) -> None:
+        block.status = "completed" if self._status == "in_progress" else self._status
+        name = "text" if block.call is None else "arguments"
+        done: dict[str, Any] = {**self._place(block), name: block.text}
+        if block.kind == TEXT:
+            done["logprobs"] = [_logprob(one) for one in block.logprobs]
+        self._emit(f"{TEXT_EVENTS[block.kind]}.done", **done)
+        if block.call is None:
+            self._emit("response.content_part.done", **self._place(block), part=_part(block))
+        self._emit("response.output_item.done", output_index=block.index, item=self._item(block))
+
+    def _item(self, block: Block) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": self._id(block), "status": block.status}
+        if block.call is not None:
+            call = {"call_id": block.call.call_id, "name": block.call.name, "arguments": block.text}
+            return {**item, "type": "function_call", **call}
+        item["content"] = [_part(block)] if block.texts or not block.is_open else []
+        if block.kind == REASONING:
+            return {**item, "type": "reasoning", "summary": []}
+        return {**item, "type": "message", "role": "assistant"}
+
+    def _id(self, block: Block) -> str:
+        return f"{PREFIXES[block.kind]}_{block.index}_{self.response_id}"
+
+    def _place(self, block: Block) -> dict[str, Any]:
+        """Return the fields of the events of an item."""
+        part = {"content_index": 0} if block.call is None else {}
+        return {"item_id": self._id(block), "output_index": block.index, **part}
 
     def _emit(self, name: str, **fields: Any) -> None:
-        self._events.append(SseEvent(_encode({"type": name, "sequence_number": self._number, **fields}), name))
+        super()._emit(name, sequence_number=self._number, **fields)
         self._number += 1
 
-    def _taken(self) -> list[SseEvent]:
-        events, self._events = self._events, []
-        return events
+
+def _part(block: Block) -> dict[str, Any]:
+    if block.kind == REASONING:
+        return {"type": "reasoning_text", "text": block.text}
+    logprobs = [_logprob(one, has_bytes=True) for one in block.logprobs]
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
+
+
+def _of_text(tokens: list[DecodedLogprob], text: str) -> list[DecodedLogprob]:
+    """Return the last of these tokens, as many as the text needs. The earlier ones are tags, which have no text."""
+    missing, begin = len(text.encode()), len(tokens)
+    while missing > 0 and begin:
+        begin -= 1
+        missing -= len(tokens[begin].token)
+    return tokens[begin:]
 
 
 def _logprob(one: DecodedLogprob, *, has_bytes: bool = False) -> dict[str, Any]:
