@@ -11,7 +11,6 @@ readable, because an ingress may store a response that it does not know to be de
 """
 
 import asyncio
-import logging
 import zlib
 from array import array
 from bisect import bisect_left
@@ -33,9 +32,8 @@ from forebay.events.codec import MALFORMED, DecodeError, decode, encode
 from forebay.events.models import CHUNK_BYTES_MAX
 from forebay.events.request_ids import RequestLocation
 from forebay.events.topics import ANSWERS
-from forebay.transport.base import Draft, Log, LogError, Record, RecordsRemoved, event_of, follow
-
-logger = logging.getLogger(__name__)
+from forebay.transport.base import Draft, Log, LogError, Record, RecordsRemoved, event_of
+from forebay.transport.follower import Follower
 
 INDEX, CONTENT = 0, 1  # partitions of the topic
 KNOWN_MAX = 1 << 20  # responses remembered per group, 16 MB
@@ -94,29 +92,21 @@ class KnownAnswers:
         return self._records[at] if at < len(self._requests) and self._requests[at] == request else None
 
 
-class AnswerStore:
-    """The answers on the topic, by the location of their first request. The other methods wait for `run`.
-
-    Attributes:
-        position: offset of the first record of the index that was not read yet.
-        undecodable: number of records of the index that were ignored.
-    """
+class AnswerStore(Follower):
+    """The answers on the topic, by the location of their first request. The other methods wait for `run`."""
 
     def __init__(self, log: Log) -> None:
-        self.undecodable = 0
-        self._log = log
+        super().__init__(log, ANSWERS)
         self._known: defaultdict[int, KnownAnswers] = defaultdict(KnownAnswers)
-        self.position = 0
         self._end = 0  # of the index when this process began to follow it
         self._began = asyncio.Event()
-        self._moved = asyncio.Event()
 
     async def run(self) -> None:
         """Follow the index until cancelled. Raises LogError."""
-        self.position = await self._log.begin(ANSWERS.name, INDEX)
+        begin = await self._log.begin(ANSWERS.name, INDEX)
         self._end = await self._log.end(ANSWERS.name, INDEX)
         self._began.set()
-        await follow(self._log, ANSWERS, INDEX, self.position, self._apply_all)
+        await self.follow_from(INDEX, begin)
 
     async def load(self, request_id: str, location: RequestLocation) -> AnswerContent | AnswerDeleted | None:
         """Return the content of a response, its deletion, or None if the topic does not have it.
@@ -171,16 +161,12 @@ class AnswerStore:
 
     async def _append(self, event: AnswerStored | AnswerDeleted) -> None:
         (offset,) = await self._log.append([Draft(ANSWERS.name, INDEX, encode(ANSWERS, event), event.key)])
-        await self._reach(offset + 1)
-
-    async def _reach(self, offset: int) -> None:
-        while self.position < offset:
-            await self._moved.wait()
+        await self.reach(offset + 1)
 
     async def _indexed(self, request_id: str, location: RequestLocation) -> AnswerStored | AnswerDeleted | None:
         """Return the index record of a response, None without a valid one."""
         await self._began.wait()
-        await self._reach(self._end)  # a deletion that was written before this process began has been read
+        await self.reach(self._end)  # a deletion that was written before this process began has been read
         known = self._known.get(location.partition)
         offset = None if known is None else known.get(location.offset)
         if offset == DELETED:
@@ -210,24 +196,12 @@ class AnswerStore:
             raise AnswerDamaged(f"the topic {ANSWERS.name} has no piece {index} of the answer to {stored.request_id}")
         return chunk.data
 
-    def _apply_all(self, records: list[Record]) -> None:
-        for record in records:
-            self._apply(record)
-        self.position = records[-1].offset + 1
-        self._moved.set()
-        self._moved.clear()
-
-    def _apply(self, record: Record) -> None:
-        try:
-            event = decode(ANSWERS, record.value)
-            if not isinstance(event, IndexEvent) or record.key != event.key:
-                raise DecodeError(f"an event {type(event).__name__} with the key {record.key!r}")
-        except DecodeError as error:
-            self.undecodable += 1
-            logger.warning("ignored record %d of the index of %s: %s", record.offset, ANSWERS.name, error)
-        else:
-            newest = DELETED if isinstance(event, AnswerDeleted) else record.offset
-            self._known[event.partition].set(event.offset, newest)
+    def apply(self, record: Record) -> None:
+        event = decode(ANSWERS, record.value)
+        if not isinstance(event, IndexEvent) or record.key != event.key:
+            raise DecodeError(f"an event {type(event).__name__} with the key {record.key!r}")
+        newest = DELETED if isinstance(event, AnswerDeleted) else record.offset
+        self._known[event.partition].set(event.offset, newest)
 
 
 def _packed(content: AnswerContent) -> tuple[bytes, int]:

@@ -4,7 +4,6 @@ Ages are measured with this process's monotonic clock from the arrival of a hear
 """
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -12,18 +11,16 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from forebay import runtime
-from forebay.events.codec import DecodeError, decode
+from forebay.events.codec import decode
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import HEARTBEATS
 from forebay.transport.base import Log, Record
+from forebay.transport.follower import Follower
 from forebay.transport.patience import until_available
-
-logger = logging.getLogger(__name__)
 
 OWNER_SILENT_S = 2.0  # four missed heartbeats, because a busy owner may miss one or two
 STANDBY_SILENT_S = 10.0  # long, so that a standby that follows a long journal stays counted
 STANDBYS_MAX = 64  # maximum number of standbys kept per group
-READ_MAX = 256
 HEARTBEATS_S = 2.5  # an owner writes four heartbeats per second, a standby one
 
 
@@ -52,7 +49,7 @@ class OwnerPresence(Protocol):
         ...
 
 
-class RouterHeartbeats:
+class RouterHeartbeats(Follower):
     """Owner and standbys of one group, from the heartbeats that arrive after `follow` began.
 
     `owner` is the newest heartbeat of the owner with the highest owner epoch. `changed` is set after each heartbeat of
@@ -60,13 +57,10 @@ class RouterHeartbeats:
     """
 
     def __init__(self, log: Log, group: str, clock_s: Callable[[], float] = runtime.monotonic_s) -> None:
+        super().__init__(log, HEARTBEATS)
         self.group = group
         self.owner: RouterHeartbeat | None = None
-        self.undecodable = 0
         self.changed = asyncio.Event()
-        self._position = 0
-        self._reaching = asyncio.Condition()
-        self._log = log
         self._clock_s = clock_s
         self._owner_arrived_s = 0.0
         self._standbys: dict[str, tuple[float, RouterHeartbeat]] = {}
@@ -88,37 +82,12 @@ class RouterHeartbeats:
 
     async def follow(self, partition: int) -> None:
         """Read the heartbeats in the group's control partition until cancelled. Raises LogError."""
-        wake = asyncio.Event()
         # Begin at the end, because older heartbeats would look new on arrival.
         end = await until_available(lambda: self._log.end(HEARTBEATS.name, partition))
-        tail = self._log.tail(HEARTBEATS.name, partition, end, wake)
-        try:
-            while True:
-                wake.clear()
-                while records := tail.take(READ_MAX):
-                    for record in records:
-                        self._apply(record)
-                        self._position = record.offset + 1
-                    async with self._reaching:
-                        self._reaching.notify_all()
-                await wake.wait()
-        finally:
-            tail.close()
+        await self.follow_from(partition, end)
 
-    async def reach(self, offset: int) -> None:
-        """Wait until `follow` has read all heartbeats before `offset`."""
-        async with self._reaching:
-            await self._reaching.wait_for(lambda: self._position >= offset)
-
-    def _apply(self, record: Record) -> None:
-        try:
-            beat: RouterHeartbeat = decode(HEARTBEATS, record.value)
-        except DecodeError as error:
-            self.undecodable += 1
-            logger.warning(
-                "ignored record %d of %s, which is not a heartbeat: %s", record.offset, HEARTBEATS.name, error
-            )
-            return
+    def apply(self, record: Record) -> None:
+        beat: RouterHeartbeat = decode(HEARTBEATS, record.value)
         if beat.group != self.group:
             return
         self.changed.set()

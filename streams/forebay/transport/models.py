@@ -11,7 +11,6 @@ yet. So it reads the topic up to its own record, and stores the files again if n
 """
 
 import asyncio
-import logging
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from hashlib import sha256
@@ -21,13 +20,11 @@ from forebay.events.answers import RETENTION_S
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.models import CHUNK_BYTES_MAX, AliasSet, FileChunk, ModelCard, ModelStored, StoredFile
 from forebay.events.topics import ANSWERS, MODELS
-from forebay.transport.base import Draft, Log, LogError, Record, Tail
+from forebay.transport.base import Draft, Log, LogError, Record
+from forebay.transport.follower import Follower
 from forebay.transport.heartbeats import owner_of
 
-logger = logging.getLogger(__name__)
-
 CARDS, CONTENT = 0, 1  # partitions of the topic
-READ_MAX = 256
 FILE_BYTES_MAX = 128 << 20  # of one file; tokenizers with 260,000 tokens have 35 MB
 CARD_BYTES_MAX = 256 << 20  # of all files of a card
 LEVEL = 6
@@ -44,46 +41,28 @@ class ModelDamaged(LogError):
     """The content of a stored file differs from the digest in its card."""
 
 
-class ModelStore:
+class ModelStore(Follower):
     """The cards on the topic `models` by digest, in the order of their newest records. `run` reads new ones."""
 
     def __init__(self, log: Log) -> None:
+        super().__init__(log, MODELS)
         self.cards: dict[str, ModelStored] = {}
         self.aliases: dict[str, AliasSet] = {}
-        self.undecodable = 0
-        self._log = log
-        self._wake = asyncio.Event()
-        self._tail: Tail | None = None
-        self._position = 0
-        self._changed = asyncio.Condition()
 
     async def start(self) -> None:
         """Read all stored cards, without the content of their files. Raises LogError."""
         end = await self._log.end(MODELS.name, CARDS)
-        begin = await self._log.begin(MODELS.name, CARDS)
-        self._tail = self._log.tail(MODELS.name, CARDS, begin, self._wake)
-        self._position = begin
-        await self._reach(end)
-
-    async def run(self) -> None:
-        """Read new cards until cancelled. Raises LogError."""
-        while True:
-            await self._advance()
-
-    def close(self) -> None:
-        if self._tail is not None:
-            self._tail.close()
+        self.begin(CARDS, await self._log.begin(MODELS.name, CARDS))
+        await self.reach(end)
 
     async def stored(self, digest: str) -> ModelStored:
-        """Wait until the topic has the card with this digest, and return its record. Requires `run`."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: digest in self.cards)
+        """Wait until the topic has the card with this digest, and return its record. Raises LogError."""
+        await self.wait_until(lambda: digest in self.cards)
         return self.cards[digest]
 
     async def removed(self, digest: str) -> None:
-        """Wait until the topic lacks the card with this digest. Requires `run`."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: digest not in self.cards)
+        """Wait until the topic lacks the card with this digest. Raises LogError."""
+        await self.wait_until(lambda: digest not in self.cards)
 
     async def store(self, model: str, card: ModelCard, files: Mapping[str, bytes]) -> str:
         """Store a card and its files unless they are stored already, and return the digest of the card."""
@@ -103,7 +82,7 @@ class ModelStore:
         if not digests:
             return
         drafts = [Draft(MODELS.name, CARDS, b"", digest.encode()) for digest in digests]
-        await self._reach(max(await self._log.append(drafts)) + 1)
+        await self.reach(max(await self._log.append(drafts)) + 1)
         kept = {offset for place in self._places() for offset in place.offsets}
         for offset in {offset for place in places for offset in place.offsets} - kept:
             records = await self._log.read(MODELS.name, CONTENT, offset, 1)
@@ -151,24 +130,10 @@ class ModelStore:
             places.append(known.get(sha) or await self._store_file(sha, files[name]))
         event = ModelStored(model=model, card=card, stored=tuple(places), at_us=runtime.wall_us())
         (offset,) = await self._log.append([Draft(MODELS.name, CARDS, encode(MODELS, event), digest.encode())])
-        await self._reach(offset + 1)
+        await self.reach(offset + 1)
         named = set(self._places(digest))
         if any(place in known.values() and place not in named for place in places):
             await self._store_card(model, card, files)
-
-    async def _reach(self, offset: int) -> None:
-        """Read the records of cards before this offset."""
-        while self._position < offset:
-            await self._advance()
-
-    async def _advance(self) -> None:
-        """Apply the records that are ready, or wait until there are some."""
-        self._wake.clear()
-        if self._read():
-            async with self._changed:
-                self._changed.notify_all()
-        else:
-            await self._wake.wait()
 
     async def _store_file(self, sha: str, content: bytes) -> StoredFile:
         packed = await runtime.offload(zlib.compress, content, LEVEL)
@@ -204,43 +169,22 @@ class ModelStore:
                 return chunk.data
         raise ModelMissing(f"the topic {MODELS.name} has no piece of {name} at offset {offset}")
 
-    def _read(self) -> bool:
-        assert self._tail is not None, "the store was not started"
-        records = self._tail.take(READ_MAX)
-        for record in records:
-            self._apply(record)
-            self._position = record.offset + 1
-        return bool(records)
-
-    def _apply(self, record: Record) -> None:
+    def apply(self, record: Record) -> None:
         if not record.value:
             self.cards.pop((record.key or b"").decode(errors="replace"), None)
             return
-        try:
-            event = decode(MODELS, record.value)
-        except DecodeError as error:
-            self._reject(record, str(error))
-            return
+        event = decode(MODELS, record.value)
         if isinstance(event, AliasSet):
             self.aliases.pop(event.alias, None)
             if event.targets:
                 self.aliases[event.alias] = event
         elif not isinstance(event, ModelStored):
-            self._reject(record, f"an event {type(event).__name__}")
+            raise DecodeError(f"expected a model card or an alias, got an event {type(event).__name__}")
         elif record.key != (digest := event.card.digest()).encode():
-            self._reject(record, f"its key is {record.key!r}, but the card has the digest {digest}")
+            raise DecodeError(f"its key is {record.key!r}, but the card has the digest {digest}")
         else:
             self.cards.pop(digest, None)  # the newest record comes last
             self.cards[digest] = event
-
-    def _reject(self, record: Record, reason: str) -> None:
-        self.undecodable += 1
-        logger.warning(
-            "ignored record %d of %s, which is neither a model card nor an alias: %s",
-            record.offset,
-            MODELS.name,
-            reason,
-        )
 
 
 async def stored_card(log: Log, model: str, card: ModelCard, files: Mapping[str, bytes]) -> str:
