@@ -23,13 +23,14 @@ from forebay.events.tokens import (
     TopLogprob,
     Usage,
 )
+from forebay.ingress.formatter import StreamEvent
 from forebay.ingress.model import Model
 from forebay.ingress.openai.fields import encoded_options
 from forebay.ingress.openai.requests import CompletionOptions
 from forebay.ingress.openai.tools import Function, Tool, ToolSelection
 from forebay.ingress.parsers.selection import NONE, ParserFactory
 from forebay.ingress.prepare import part_nonce, tie_seed_of
-from forebay.ingress.response_fold import FORMATTERS, StreamEvent, fold_of
+from forebay.ingress.response_fold import FORMATTERS, fold_of
 from forebay.ingress.responses.body import ResponsesBody
 
 TOOLS = tuple(Tool(type="function", function=Function(name=name)) for name in ("time", "weather"))

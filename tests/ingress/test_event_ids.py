@@ -15,7 +15,7 @@ from forebay.events.request_ids import parse_public_id
 from forebay.events.requests import RequestSubmitted, Sampling
 from forebay.events.tokens import TokenEvent, TokensEmitted
 from forebay.events.topics import REQUESTS, TOKENS
-from forebay.ingress.response_fold import StreamEvent
+from forebay.ingress.formatter import StreamEvent
 from tests.depth import examples
 from tests.ingress.conftest import CHAT, NAME, SLOT, TEXT, Scene, chat, default_model, event_ids, events, text
 from tests.ingress.renderings import drawn_response, rendered

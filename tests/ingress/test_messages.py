@@ -16,7 +16,7 @@ from forebay.events.rendering import Rendering
 from forebay.events.tokens import Usage
 from forebay.ingress.body_limits import BodyLimits
 from forebay.ingress.errors import ApiError
-from forebay.ingress.formatter import ServingInfo, SseEvent, WholeChoice
+from forebay.ingress.formatter import ServingInfo, StreamEvent, WholeChoice
 from forebay.ingress.messages.body import MessagesBody
 from forebay.ingress.messages.formatter import MessagesFormatter
 from forebay.ingress.openai.fields import parse
@@ -46,7 +46,7 @@ def formatter() -> MessagesFormatter:
     return MessagesFormatter(Rendering(api="messages", model=NAME, created_s=0, prompt_tokens=9), ID)
 
 
-def read(events: list[SseEvent]) -> list[dict[str, Any]]:
+def read(events: list[StreamEvent]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [msgspec.json.decode(event.data) for event in events]
     assert [event["type"] for event in found] == [event.name for event in events]
     return found

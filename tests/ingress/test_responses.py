@@ -20,7 +20,7 @@ from forebay.events.requests import RequestSubmitted
 from forebay.events.tokens import RequestLocated, Usage
 from forebay.ingress.errors import ApiError
 from forebay.ingress.finder import RequestFinder
-from forebay.ingress.formatter import ServingInfo, SseEvent, WholeChoice
+from forebay.ingress.formatter import ServingInfo, StreamEvent, WholeChoice
 from forebay.ingress.http.responses import with_history
 from forebay.ingress.openai.fields import parse
 from forebay.ingress.parsers.deltas import DecodedLogprob, OutputDelta, ToolCallDelta, merge_deltas
@@ -58,7 +58,7 @@ def formatter(**fields: Any) -> ResponsesFormatter:
     return ResponsesFormatter(Rendering(api="responses", model=NAME, created_s=1_700_000_000, options=options), ID)
 
 
-def read(events: list[SseEvent]) -> list[Any]:
+def read(events: list[StreamEvent]) -> list[Any]:
     """Return events as the types of OpenAI's client. Raises if one does not match."""
     found = [validated(ResponseStreamEvent, msgspec.json.decode(event.data)) for event in events]
     assert [event.type for event in found] == [event.name for event in events]
@@ -329,7 +329,7 @@ async def test_a_response_is_created_and_streamed(scene: Scene) -> None:
     scene.reply(request.request_id, " the river")
     found = [line.split("\n") for line in (await pending).text.split("\n\n") if line]
     events = read(
-        [SseEvent(data.removeprefix("data: ").encode(), name.removeprefix("event: ")) for _, name, data in found]
+        [StreamEvent(data.removeprefix("data: ").encode(), name.removeprefix("event: ")) for _, name, data in found]
     )
     assert events[-1].type == "response.incomplete"
     assert events[-1].response.output_text == " the river"

@@ -16,11 +16,34 @@ from forebay.ingress.errors import ApiError
 from forebay.ingress.parsers.deltas import DecodedLogprob, OutputDelta, ToolCallDelta, is_json
 
 
-class SseEvent(msgspec.Struct, frozen=True, gc=False):
-    """Server-sent event of a stream: its data is JSON, and its name is empty if the API names no events."""
+class StreamEvent(msgspec.Struct, frozen=True, gc=False):
+    """Event of a stream, or the only one of a whole response.
+
+    Attributes:
+        data: JSON object.
+        name: name of the event; empty if the API names no events.
+        index: position of the choice, -1 for an event that another ingress does not repeat, and for a whole response.
+        position: number of tokens of the choice before the event.
+        part: number of events of the choice since that token.
+    """
 
     data: bytes
     name: str = ""
+    index: int = -1
+    position: int = 0
+    part: int = 0
+
+    @property
+    def id(self) -> str:
+        """Id of the event, `choice-position-part`; empty for an event that another ingress does not repeat."""
+        return "" if self.index < 0 else f"{self.index}-{self.position}-{self.part}"
+
+    def encoded(self) -> bytes:
+        """Return the event as a server-sent event."""
+        name = b"event: %b\n" % self.name.encode() if self.name else b""
+        if self.index < 0:
+            return b"%bdata: %b\n\n" % (name, self.data)
+        return b"id: %d-%d-%d\n%bdata: %b\n\n" % (self.index, self.position, self.part, name, self.data)
 
 
 class ServingInfo(msgspec.Struct, frozen=True):
@@ -69,6 +92,15 @@ class ServingInfo(msgspec.Struct, frozen=True):
 REASONING, TEXT, CALL = "reasoning", "text", "call"  # kinds of blocks
 
 
+def logprob_of(one: DecodedLogprob, *, has_bytes: bool = True) -> dict[str, Any]:
+    """Return a token with its log probability in OpenAI's format."""
+
+    def token(one: DecodedLogprob) -> dict[str, Any]:
+        return {"token": one.text, "logprob": one.logprob, **({"bytes": [*one.token]} if has_bytes else {})}
+
+    return {**token(one), "top_logprobs": [token(top) for top in one.top]}
+
+
 class WholeChoice(NamedTuple):
     """Output of one choice, its finish reason, and the workers that generated it."""
 
@@ -97,41 +129,36 @@ class Formatter(ABC):
         self.rendering = rendering
         self.response_id = response_id
 
-    def begin(self) -> list[SseEvent]:
+    def begin(self) -> list[StreamEvent]:
         """Return the events before any output, for a request that is on the log."""
         return []
 
     @abstractmethod
-    def delta(self, index: int, delta: OutputDelta) -> list[SseEvent]:
+    def delta(self, index: int, delta: OutputDelta) -> list[StreamEvent]:
         """Return the events for the output of one token position. Only the first delta of a choice may be empty."""
 
     @abstractmethod
-    def close(self, index: int, reason: str, served: ServingInfo) -> list[SseEvent]:
+    def close(self, index: int, reason: str, served: ServingInfo) -> list[StreamEvent]:
         """Return the events after the last delta of a choice, which has at least one.
 
         `reason` is `stop`, `length`, `tool_calls` or `content_filter`.
         """
 
     @abstractmethod
-    def finish(self, usage: Usage) -> list[SseEvent]:
+    def finish(self, usage: Usage) -> list[StreamEvent]:
         """Return the last events, after all choices were closed."""
 
-    def with_usage(self, event: SseEvent, usage: Usage) -> SseEvent:
-        """Return an event with the token counts so far."""
-        return event
+    def with_usage(self, data: bytes, usage: Usage) -> bytes:
+        """Return the data of an event with the token counts so far."""
+        return data
 
     @abstractmethod
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
         """Return the response to a client that requested no stream."""
 
-    @staticmethod
-    def error_body(error: ApiError) -> bytes:
-        """Return the body of a response with an HTTP status of 400 or above."""
-        return error.encoded()
-
-    def error(self, error: ApiError) -> list[SseEvent]:
+    def error(self, error: ApiError) -> list[StreamEvent]:
         """Return the events that end a stream with an error."""
-        return [SseEvent(self.error_body(error))]
+        return [StreamEvent(error.encoded())]
 
 
 class Block:
@@ -175,9 +202,9 @@ class BlockFormatter(Formatter):
         super().__init__(rendering, response_id)
         self.blocks: list[Block] = []
         self._calls: dict[int, Block] = {}
-        self._events: list[SseEvent] = []
+        self._events: list[StreamEvent] = []
 
-    def delta(self, index: int, delta: OutputDelta) -> list[SseEvent]:
+    def delta(self, index: int, delta: OutputDelta) -> list[StreamEvent]:
         for kind, text in ((REASONING, delta.reasoning), (TEXT, delta.content)):
             if text:
                 last = self.blocks[-1] if self.blocks else None
@@ -212,9 +239,9 @@ class BlockFormatter(Formatter):
                 self._end(block)
 
     def _emit(self, name: str, **fields: Any) -> None:
-        self._events.append(SseEvent(msgspec.json.encode({"type": name, **fields}), name))
+        self._events.append(StreamEvent(msgspec.json.encode({"type": name, **fields}), name))
 
-    def _taken(self) -> list[SseEvent]:
+    def _taken(self) -> list[StreamEvent]:
         events, self._events = self._events, []
         return events
 

@@ -8,7 +8,7 @@ import msgspec
 from forebay.events.decisions import ScoredCandidate
 from forebay.events.rendering import Rendering
 from forebay.events.tokens import RouteResponse, Usage
-from forebay.ingress.formatter import Formatter, ServingInfo, SseEvent, WholeChoice
+from forebay.ingress.formatter import Formatter, ServingInfo, StreamEvent, WholeChoice, logprob_of
 from forebay.ingress.openai.requests import CompletionOptions
 from forebay.ingress.parsers.deltas import DecodedLogprob, OutputDelta, ToolCallDelta, merge_deltas
 
@@ -36,7 +36,7 @@ class CompletionFormatter(Formatter):
         self._opens = [b""] * rendering.parts
         self._offsets = [0] * rendering.parts
 
-    def delta(self, index: int, delta: OutputDelta) -> list[SseEvent]:
+    def delta(self, index: int, delta: OutputDelta) -> list[StreamEvent]:
         """Return the chunk for a part of the output. The first chunk of a choice of a chat contains the role."""
         opens = self._opens[index]
         if is_first := not opens:
@@ -44,7 +44,7 @@ class CompletionFormatter(Formatter):
             self._opens[index] = opened + (b'"delta":{"content":' if self._chat else b'"text":')
             opens = opened + b'"delta":{"role":"assistant","content":' if self._chat else self._opens[index]
         if not (delta.reasoning or delta.calls or delta.logprobs):
-            return [SseEvent(opens + _encode(delta.content) + self._shut)]
+            return [StreamEvent(opens + _encode(delta.content) + self._shut)]
         content: dict[str, Any] = {"text": delta.content}
         if self._chat:
             fields: dict[str, Any] = {"role": "assistant", "content": ""} if is_first else {}
@@ -54,22 +54,22 @@ class CompletionFormatter(Formatter):
                 fields["tool_calls"] = [_call_delta(call) for call in delta.calls]
             content = {"delta": fields | _reasoning(delta)}
         choice = {"index": index, **content, "logprobs": self._logprobs(index, delta), "finish_reason": None}
-        return [SseEvent(_encode({**self._chunk_head, "choices": [choice]}))]
+        return [StreamEvent(_encode({**self._chunk_head, "choices": [choice]}))]
 
-    def close(self, index: int, reason: str, served: ServingInfo) -> list[SseEvent]:
+    def close(self, index: int, reason: str, served: ServingInfo) -> list[StreamEvent]:
         """Return the chunk after the output, with the finish reason and the extensions `forebay` and `nvext`."""
         content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
         choice = {"index": index, **content, "logprobs": None, "finish_reason": reason}
-        return [SseEvent(_encode({**self._chunk_head, "choices": [choice], **self._extensions([served])}))]
+        return [StreamEvent(_encode({**self._chunk_head, "choices": [choice], **self._extensions([served])}))]
 
-    def finish(self, usage: Usage) -> list[SseEvent]:
+    def finish(self, usage: Usage) -> list[StreamEvent]:
         """Return the chunk with the token counts, if `stream_options.include_usage` requests it."""
         if not self._includes_usage:
             return []
-        return [SseEvent(_encode({**self._chunk_head, "choices": [], "usage": usage_of(usage)}))]
+        return [StreamEvent(_encode({**self._chunk_head, "choices": [], "usage": usage_of(usage)}))]
 
-    def with_usage(self, event: SseEvent, usage: Usage) -> SseEvent:
-        return SseEvent(event.data[:-1] + b',"usage":' + _encode(usage_of(usage)) + b"}")
+    def with_usage(self, data: bytes, usage: Usage) -> bytes:
+        return data[:-1] + b',"usage":' + _encode(usage_of(usage)) + b"}"
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
         listed = [self._choice(index, merge_deltas(one.deltas), one.reason) for index, one in enumerate(choices)]
@@ -90,7 +90,7 @@ class CompletionFormatter(Formatter):
         if not delta.logprobs:
             return None
         if self._chat:
-            return {"content": [_logprob(one) for one in delta.logprobs], "refusal": None}
+            return {"content": [logprob_of(one) for one in delta.logprobs], "refusal": None}
         offsets = []
         for one in delta.logprobs:
             offsets.append(self._offsets[index])
@@ -126,20 +126,12 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
     return {"index": call.index, "function": {"arguments": call.arguments}}
 
 
-def _logprob(one: DecodedLogprob) -> dict[str, Any]:
-    return {**_alternative(one), "top_logprobs": [_alternative(top) for top in one.top]}
-
-
 def _name(one: DecodedLogprob) -> str:
     """Return the text of a token, or `bytes:` and its bytes if it is a part of a character, as OpenAI does."""
     try:
         return one.token.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in one.token)
-
-
-def _alternative(one: DecodedLogprob) -> dict[str, Any]:
-    return {"token": one.text, "logprob": one.logprob, "bytes": [*one.token]}
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from forebay.events.rendering import Api, Rendering
 from forebay.events.request_ids import client_id_of, part_ids, whole_id
 from forebay.events.requests import RequestSubmitted
 from forebay.events.tokens import ResponseEnded, TokenLogprob, Usage
-from forebay.ingress.errors import RETRY_AFTER_S, RETRY_STATUSES, ApiError
-from forebay.ingress.formatter import Formatter, ServingInfo, SseEvent, WholeChoice
+from forebay.ingress.errors import MESSAGES_PATH, RETRY_AFTER_S, RETRY_STATUSES, ApiError
+from forebay.ingress.formatter import Formatter, ServingInfo, StreamEvent, WholeChoice
 from forebay.ingress.messages.formatter import MessagesFormatter
 from forebay.ingress.model import Model
 from forebay.ingress.openai.embeddings import embeddings
@@ -36,36 +36,6 @@ FORMATTERS: Mapping[Api, type[Formatter]] = {
     "responses": ResponsesFormatter,
     "messages": MessagesFormatter,
 }
-
-
-class StreamEvent(msgspec.Struct, frozen=True, gc=False):
-    """Event of a stream, or the only one of a whole response.
-
-    Attributes:
-        data: JSON object.
-        name: name of the event; empty if the API names no events.
-        index: position of the choice, -1 for an event that another ingress does not repeat, and for a whole response.
-        position: number of tokens of the choice before the event.
-        part: number of events of the choice since that token.
-    """
-
-    data: bytes
-    name: str = ""
-    index: int = -1
-    position: int = 0
-    part: int = 0
-
-    @property
-    def id(self) -> str:
-        """Id of the event, `choice-position-part`; empty for an event that another ingress does not repeat."""
-        return "" if self.index < 0 else f"{self.index}-{self.position}-{self.part}"
-
-    def encoded(self) -> bytes:
-        """Return the event as a server-sent event."""
-        name = b"event: %b\n" % self.name.encode() if self.name else b""
-        if self.index < 0:
-            return b"%bdata: %b\n\n" % (name, self.data)
-        return b"id: %d-%d-%d\n%bdata: %b\n\n" % (self.index, self.position, self.part, name, self.data)
 
 
 class ResponseFold(ABC):
@@ -149,7 +119,7 @@ class ResponseFold(ABC):
 
     def error_body(self, error: ApiError) -> bytes:
         """Return the body of a response with the HTTP status of an error."""
-        return error.encoded()
+        return error.encoded(MESSAGES_PATH if self.endpoint == "messages" else "")
 
     def error_events(self, error: ApiError) -> list[StreamEvent]:
         """Return the events that end a stream with an error, which have ids if the error is on the log."""
@@ -159,8 +129,7 @@ class ResponseFold(ABC):
     def is_part_over(self, index: int) -> bool:
         """Return whether the output of the choice or input at this position is complete."""
 
-    @abstractmethod
-    def _push(
+    def _push(  # noqa: B027 - tokens are no part of an embedding
         self,
         events: list[StreamEvent],
         state: ResponseState,
@@ -210,24 +179,16 @@ class CompletionFold(ResponseFold):
     def begin(self, response_id: str) -> list[StreamEvent]:
         self.formatter = FORMATTERS[self.rendering.api](self.rendering, response_id)
         self.done = self.formatter.done
-        events: list[StreamEvent] = []
-        if self.stream:
-            self._emit(events, 0, self.formatter.begin())
-        return events
+        return self._placed(0, self.formatter.begin()) if self.stream else []
 
     def is_part_over(self, index: int) -> bool:
         return self._choices[index].whole is not None
 
-    def error_body(self, error: ApiError) -> bytes:
-        return FORMATTERS[self.rendering.api].error_body(error)
-
     def error_events(self, error: ApiError) -> list[StreamEvent]:
-        found = self.formatter.error(error)
+        events = self.formatter.error(error)
         if error is not self.error or self._failed_at is None:
-            return [StreamEvent(one.data, one.name) for one in found]
-        events: list[StreamEvent] = []
-        self._emit(events, self._failed_at, found)
-        return events
+            return events
+        return self._placed(self._failed_at, events)
 
     def _push(
         self,
@@ -273,7 +234,8 @@ class CompletionFold(ResponseFold):
             choice.deltas.append(delta)
         elif delta or not choice.has_delta:
             choice.has_delta = True
-            self._emit(events, index, self.formatter.delta(index, delta), counts=self.formatter.counts_each_event)
+            found = self.formatter.delta(index, delta)
+            events += self._placed(index, found, counts=self.formatter.counts_each_event)
 
     def _close(self, events: list[StreamEvent], index: int, reason: str, served: ServingInfo) -> None:
         choice, formatter = self._choices[index], self.formatter
@@ -282,19 +244,22 @@ class CompletionFold(ResponseFold):
         self._missing -= 1
         self.is_over = not self._missing
         if self.stream:
-            self._emit(events, index, formatter.close(index, reason, served), counts=formatter.counts_each_event)
+            found = formatter.close(index, reason, served)
+            events += self._placed(index, found, counts=formatter.counts_each_event)
             if self.is_over:
-                self._emit(events, index, formatter.finish(self._usage()))
+                events += self._placed(index, formatter.finish(self._usage()))
         elif self.is_over:
             choices = [one.whole for one in self._choices if one.whole is not None]
             events.append(StreamEvent(formatter.whole(choices, self._usage())))
 
-    def _emit(self, events: list[StreamEvent], index: int, found: Sequence[SseEvent], *, counts: bool = False) -> None:
-        choice = self._choices[index]
-        for event in found:
-            one = self.formatter.with_usage(event, self._usage()) if counts else event
-            events.append(StreamEvent(one.data, one.name, index, choice.position, choice.part))
+    def _placed(self, index: int, events: Sequence[StreamEvent], *, counts: bool = False) -> list[StreamEvent]:
+        """Return the next events of a choice with their ids, and with the token counts so far if these are wanted."""
+        choice, placed = self._choices[index], []
+        for event in events:
+            data = self.formatter.with_usage(event.data, self._usage()) if counts else event.data
+            placed.append(StreamEvent(data, event.name, index, choice.position, choice.part))
             choice.part += 1
+        return placed
 
     def _usage(self) -> Usage:
         return Usage(
@@ -312,16 +277,6 @@ class EmbeddingFold(ResponseFold):
 
     def is_part_over(self, index: int) -> bool:
         return bool(self._vectors[index])
-
-    def _push(
-        self,
-        events: list[StreamEvent],
-        state: ResponseState,
-        index: int,
-        token_ids: list[int],
-        logprobs: list[TokenLogprob | None],
-    ) -> None:
-        """Do nothing, because tokens are no part of an embedding."""
 
     def _end(self, events: list[StreamEvent], state: ResponseState, index: int, ended: ResponseEnded) -> None:
         if not state.vector:

@@ -1,7 +1,7 @@
 """Routes for responses that another connection or ingress began: resume, read, cancel and delete them."""
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -16,9 +16,9 @@ from forebay.ingress.finder import FoundRequest, RequestFinder
 from forebay.ingress.front import Front
 from forebay.ingress.http.openapi import EVENTS, JSON, content, errors
 from forebay.ingress.http.response import AttachedResponse, LastEvent
-from forebay.ingress.response_fold import StreamEvent
 
 EVENT_ID = re.compile(r"\d{1,9}-\d{1,9}-\d{1,9}")
+NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 SHOWN_CHARS_MAX = 64
 READS = (400, 404, 410, 429, 501, 504)
 CANCELLED = "cancelled by a client"
@@ -55,7 +55,8 @@ def add_answers(app: FastAPI, front: Front, finder: RequestFinder) -> None:
     )
     async def resume(request: Request, request_id: str) -> Response:
         """Stream the response to a request, after the event in `Last-Event-ID` or `?last_event_id=` if there is one."""
-        after = last_event(request)
+        after = last_event(request.headers, "Last-Event-ID", EVENT_ID)
+        after = after or last_event(request.query_params, "last_event_id", EVENT_ID)
 
         async def respond() -> Response:
             began_s = runtime.monotonic_s()
@@ -118,21 +119,15 @@ def cancel_request(found: FoundRequest) -> None:
             group.cancel(name, CANCELLED)
 
 
-def last_event(request: Request) -> LastEvent | None:
-    """Return the event that a client names in `Last-Event-ID`, or in the query. Raises ApiError (400) if malformed."""
-    given, param = request.headers.get("last-event-id"), "Last-Event-ID"
-    if given is None:
-        given, param = request.query_params.get("last_event_id"), "last_event_id"
-    if given is None:
+def last_event(given: Mapping[str, str], param: str, pattern: re.Pattern[str]) -> LastEvent | None:
+    """Return the event that a client names in a header or in the query. Raises ApiError (400) if malformed."""
+    text = given.get(param)
+    if text is None:
         return None
-    if EVENT_ID.fullmatch(given) is None:
-        shown = given[:SHOWN_CHARS_MAX]
-        raise invalid(f"{param} {shown!r} is no id of an event; send the id of the last event, such as 0-17-0", param)
-
-    def matches(event: StreamEvent) -> bool:
-        return event.id == given
-
-    return LastEvent(matches, param, given)
+    if pattern.fullmatch(text) is None:
+        what = "the id of an event, such as 0-17-0" if pattern is EVENT_ID else "the sequence_number of an event"
+        raise invalid(f"{param} is {text[:SHOWN_CHARS_MAX]!r}; it must be {what}", param)
+    return LastEvent(param, text)
 
 
 def _done(request_id: str, what: str) -> Response:

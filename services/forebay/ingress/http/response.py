@@ -29,12 +29,13 @@ from forebay.ingress.access_log import add_fields
 from forebay.ingress.commands import GRACE_S
 from forebay.ingress.errors import ID_HEADERS, ApiError, deadline_exceeded
 from forebay.ingress.finder import FoundRequest
+from forebay.ingress.formatter import StreamEvent
 from forebay.ingress.front import BACKGROUND_MAX
 from forebay.ingress.group import GroupClient
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.prepare import part_nonce, tie_seed_of
 from forebay.ingress.recorder import RecordedStream, Recorder
-from forebay.ingress.response_fold import ResponseFold, StreamEvent, was_rejected
+from forebay.ingress.response_fold import ResponseFold, was_rejected
 from forebay.ingress.streams import Layers, Stream, View, interruption
 from forebay.transport.answers import AnswerTooLarge
 from forebay.transport.base import LogError
@@ -481,12 +482,10 @@ class LastEvent(NamedTuple):
     """The last event of a stream that a client has received.
 
     Attributes:
-        matches: returns whether an event of the stream is the last one.
-        param: parameter with which the client named the event, for an error.
-        text: value of this parameter.
+        param: parameter with which the client named the event.
+        text: id of the event, or its number from 0.
     """
 
-    matches: Callable[[StreamEvent], bool]
     param: str
     text: str
 
@@ -519,6 +518,7 @@ class AttachedResponse(_OrderedResponse):
         self._more_headers = headers
         self._found = found
         self._after = after
+        self._received = 0  # number of events that were skipped, because the client has them
         self._resumes = after is not None
         self._last: list[StreamEvent] = []  # events of an error that ended the response
         self._has_all = False  # that was on the log when the client asked
@@ -584,11 +584,14 @@ class AttachedResponse(_OrderedResponse):
 
     def _unsent(self, events: list[StreamEvent]) -> list[StreamEvent]:
         """Return the events that the client has not received."""
-        for at, event in enumerate(events if self._after is not None else ()):
-            if self._after is not None and self._after.matches(event):
+        if self._after is None:
+            return events
+        for at, event in enumerate(events, 1):
+            number, self._received = str(self._received), self._received + 1
+            if self._after.text in (event.id, number):
                 self._after = None
-                return events[at + 1 :]
-        return [] if self._after is not None else events
+                return events[at:]
+        return []
 
     @property
     def _wait_s(self) -> float:

@@ -1,9 +1,7 @@
 """Stored responses of the Responses API: read, stream, continue, cancel and delete them, and list their input."""
 
 import asyncio
-import re
 from collections.abc import Sequence
-from itertools import count
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,16 +15,15 @@ from forebay.ingress.errors import ApiError, deadline_exceeded, invalid
 from forebay.ingress.finder import FoundRequest, RequestFinder
 from forebay.ingress.front import Front
 from forebay.ingress.group import GroupClient
-from forebay.ingress.http.answers import READS, SHOWN_CHARS_MAX, admitted, cancel_request
+from forebay.ingress.http.answers import NUMBER, READS, SHOWN_CHARS_MAX, admitted, cancel_request, last_event
 from forebay.ingress.http.openapi import JSON, content, errors, streamed
-from forebay.ingress.http.response import AttachedResponse, LastEvent, OneResponse
+from forebay.ingress.http.response import AttachedResponse, OneResponse
 from forebay.ingress.response_fold import CompletionFold, ResponseFold
 from forebay.ingress.responses.body import LOGPROBS, RESPONSES_PATH, ResponsesBody, require_included
 from forebay.ingress.responses.formatter import ResponsesFormatter, response_of
 from forebay.ingress.responses.items import ITEMS, REFERENCE, Item, listed
 
 CANCEL_S = 10.0  # until the owner has cancelled a request; a lost owner is replaced within seconds
-NUMBER = re.compile(r"[0-9]{1,9}")
 ORDERS = ("asc", "desc")
 LISTED, LISTED_MAX = 20, 100  # input items per page, by default and at most, as OpenAI
 REFERRED_MAX = 64  # stored responses that one request refers to; each takes a few reads of the log
@@ -186,8 +183,8 @@ def add_responses(app: FastAPI, front: Front, finder: RequestFinder) -> None:
     @app.get(path, responses={**streamed(), **errors(*READS)})
     async def retrieve(request: Request, response_id: str) -> Response:
         """Return a response as it is now, or with `stream=true` its events, after `starting_after` if given."""
-        is_stream, after = request.query_params.get("stream") == "true", _starting_after(request)
-        included = _included(request)
+        query, included = request.query_params, _included(request)
+        is_stream, after = query.get("stream") == "true", last_event(query, "starting_after", NUMBER)
         if after is not None and not is_stream:
             raise invalid("starting_after is only allowed with stream=true", "starting_after")
 
@@ -251,18 +248,6 @@ def _included(request: Request) -> list[str]:
     names = [*query.getlist("include"), *query.getlist("include[]")]
     require_included(names)
     return names
-
-
-def _starting_after(request: Request) -> LastEvent | None:
-    """Return the event that a client names by its sequence number. Raises ApiError (400) for another value."""
-    given = request.query_params.get("starting_after")
-    if given is None:
-        return None
-    if NUMBER.fullmatch(given) is None:
-        text = f"starting_after is {given[:SHOWN_CHARS_MAX]!r}; it must be the sequence_number of an event"
-        raise invalid(text, "starting_after")
-    numbers, last = count(), int(given)
-    return LastEvent(lambda _: next(numbers) == last, "starting_after", given)
 
 
 def _json(value: Any) -> Response:

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from forebay.events.rendering import Rendering
 from forebay.events.tokens import Usage
 from forebay.ingress.errors import MESSAGES_PATH, ApiError
-from forebay.ingress.formatter import CALL, REASONING, TEXT, Block, BlockFormatter, ServingInfo, SseEvent
+from forebay.ingress.formatter import CALL, REASONING, TEXT, Block, BlockFormatter, ServingInfo, StreamEvent
 from forebay.ingress.parsers.deltas import OutputDelta
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
@@ -33,31 +33,27 @@ class MessagesFormatter(BlockFormatter):
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
         self._usage = _usage_of(Usage(prompt_tokens=rendering.prompt_tokens, output_tokens=0, cached_tokens=0))
 
-    def delta(self, index: int, delta: OutputDelta) -> list[SseEvent]:
+    def delta(self, index: int, delta: OutputDelta) -> list[StreamEvent]:
         if not self._has_begun:
             self._has_begun = True
             self._emit("message_start", message=self.plain())
         return super().delta(index, delta)
 
-    def close(self, index: int, reason: str, served: ServingInfo) -> list[SseEvent]:
+    def close(self, index: int, reason: str, served: ServingInfo) -> list[StreamEvent]:
         self._end_all()
         self._stop["stop_reason"] = STOP_REASONS[reason]
         if reason == "stop" and served.stop:
             self._stop = {"stop_reason": "stop_sequence", "stop_sequence": served.stop}
         return self._taken()
 
-    def finish(self, usage: Usage) -> list[SseEvent]:
+    def finish(self, usage: Usage) -> list[StreamEvent]:
         self._usage = _usage_of(usage)
         self._emit("message_delta", delta=self._stop, usage=self._usage)
         self._emit("message_stop")
         return self._taken()
 
-    @staticmethod
-    def error_body(error: ApiError) -> bytes:
-        return error.encoded(MESSAGES_PATH)
-
-    def error(self, error: ApiError) -> list[SseEvent]:
-        return [SseEvent(error.encoded(MESSAGES_PATH, self.response_id), "error")]
+    def error(self, error: ApiError) -> list[StreamEvent]:
+        return [StreamEvent(error.encoded(MESSAGES_PATH, self.response_id), "error")]
 
     def plain(self) -> dict[str, Any]:
         return {

@@ -15,7 +15,7 @@ import msgspec
 from forebay.events.rendering import Rendering
 from forebay.events.tokens import Usage
 from forebay.ingress.errors import ApiError
-from forebay.ingress.formatter import CALL, REASONING, TEXT, Block, BlockFormatter, ServingInfo, SseEvent
+from forebay.ingress.formatter import CALL, REASONING, TEXT, Block, BlockFormatter, ServingInfo, StreamEvent, logprob_of
 from forebay.ingress.parsers.deltas import DecodedLogprob, OutputDelta
 
 PREFIXES = {REASONING: "rs", TEXT: "msg", CALL: "fc"}
@@ -58,12 +58,12 @@ class ResponsesFormatter(BlockFormatter):
         self._reasoning_tokens = 0
         self._number = 0  # of events so far
 
-    def begin(self) -> list[SseEvent]:
+    def begin(self) -> list[StreamEvent]:
         self._emit("response.created", response=self.plain())
         self._emit(f"response.{self._status}", response=self.plain())
         return self._taken()
 
-    def delta(self, index: int, delta: OutputDelta) -> list[SseEvent]:
+    def delta(self, index: int, delta: OutputDelta) -> list[StreamEvent]:
         if self._status == "queued":
             self._status = "in_progress"
             self._emit("response.in_progress", response=self.plain())
@@ -71,7 +71,7 @@ class ResponsesFormatter(BlockFormatter):
         self._reasoning_tokens += bool(delta.reasoning)
         return super().delta(index, delta)
 
-    def close(self, index: int, reason: str, served: ServingInfo) -> list[SseEvent]:
+    def close(self, index: int, reason: str, served: ServingInfo) -> list[StreamEvent]:
         if not self.blocks:
             self._open(TEXT)
         if (why := INCOMPLETE.get(reason)) is not None:
@@ -80,7 +80,7 @@ class ResponsesFormatter(BlockFormatter):
         self._end_all()
         return self._taken()
 
-    def finish(self, usage: Usage) -> list[SseEvent]:
+    def finish(self, usage: Usage) -> list[StreamEvent]:
         self._fields["usage"] = {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -92,7 +92,7 @@ class ResponsesFormatter(BlockFormatter):
         self._emit(f"response.{self._status}", response=self.plain())
         return self._taken()
 
-    def error(self, error: ApiError) -> list[SseEvent]:
+    def error(self, error: ApiError) -> list[StreamEvent]:
         self.fail(error)
         self._emit("response.failed", response=self.plain())
         return self._taken()
@@ -121,7 +121,7 @@ class ResponsesFormatter(BlockFormatter):
         if block.kind == TEXT:
             own = _of_text(self._logprobs, text)
             block.logprobs += own
-            logprobs = {"logprobs": [_logprob(one) for one in own]}
+            logprobs = {"logprobs": [logprob_of(one, has_bytes=False) for one in own]}
         self._logprobs = []
         self._emit(f"{TEXT_EVENTS[block.kind]}.delta", **self._place(block), delta=text, **logprobs)
 
@@ -130,7 +130,7 @@ class ResponsesFormatter(BlockFormatter):
         name = "text" if block.call is None else "arguments"
         done: dict[str, Any] = {**self._place(block), name: block.text}
         if block.kind == TEXT:
-            done["logprobs"] = [_logprob(one) for one in block.logprobs]
+            done["logprobs"] = [logprob_of(one, has_bytes=False) for one in block.logprobs]
         self._emit(f"{TEXT_EVENTS[block.kind]}.done", **done)
         if block.call is None:
             self._emit("response.content_part.done", **self._place(block), part=_part(block))
@@ -162,7 +162,7 @@ class ResponsesFormatter(BlockFormatter):
 def _part(block: Block) -> dict[str, Any]:
     if block.kind == REASONING:
         return {"type": "reasoning_text", "text": block.text}
-    logprobs = [_logprob(one, has_bytes=True) for one in block.logprobs]
+    logprobs = [logprob_of(one) for one in block.logprobs]
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
 
 
@@ -173,12 +173,3 @@ def _of_text(tokens: list[DecodedLogprob], text: str) -> list[DecodedLogprob]:
         begin -= 1
         missing -= len(tokens[begin].token)
     return tokens[begin:]
-
-
-def _logprob(one: DecodedLogprob, *, has_bytes: bool = False) -> dict[str, Any]:
-    return {**_token(one, has_bytes), "top_logprobs": [_token(top, has_bytes) for top in one.top]}
-
-
-def _token(one: DecodedLogprob, has_bytes: bool) -> dict[str, Any]:
-    token = {"token": one.text, "logprob": one.logprob}
-    return token | {"bytes": [*one.token]} if has_bytes else token
