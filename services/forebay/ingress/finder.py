@@ -5,7 +5,6 @@ client chose (`x-request-id`), or the id on the log without a location, is searc
 """
 
 import asyncio
-import contextlib
 from collections import Counter
 from typing import NamedTuple
 
@@ -27,11 +26,11 @@ from forebay.ingress.errors import ApiError
 from forebay.ingress.loaded_model import LoadedModel
 from forebay.ingress.served_models import ServedModels
 from forebay.transport.answers import AnswerForgotten
-from forebay.transport.base import PAGE_RECORDS, Log, LogError, Record, RecordsRemoved, event_of, newest_first
+from forebay.transport.base import PAGE_RECORDS, Log, Record, RecordsRemoved, event_of, newest_first
 
 SEARCHED_MAX = 100_000  # records per search, which takes seconds
 OFFSETS_MAX = 1 << 62
-SHARED_RECORDS = 64  # that one read returns to simultaneous lookups
+SHARED_RECORDS = 64  # that one read returns to lookups at the same time
 FOUND_MAX = 1_024  # records in memory during simultaneous lookups
 
 
@@ -55,6 +54,11 @@ class FoundRequest(NamedTuple):
     def rendering(self) -> Rendering:
         assert self.first.rendering is not None, "the first part of a response has its rendering"
         return self.first.rendering
+
+
+class _Request(NamedTuple):
+    id: str
+    first: RequestSubmitted
 
 
 class RequestFinder:
@@ -83,12 +87,10 @@ class RequestFinder:
 
     async def at(self, location: RequestLocation) -> FoundRequest:
         """Return the request at a location that the owner of its group named. Raises ApiError as `find`."""
-        record = await self._record(location)
-        first = None if record is None else _first_part(record)
-        if first is None or first.rendering is None:
+        found = _request_in(await self._record(location))
+        if found is None:
             raise ApiError(410, "answer_expired", "the request with this idempotency key was removed by retention")
-        request_id = whole_id(first.request_id, first.rendering.parts)
-        return await self._read(request_id, location, public_id(request_id, location))
+        return await self._read(found.id, location, public_id(found.id, location))
 
     async def _read(self, request_id: str, location: RequestLocation, given: str) -> FoundRequest:
         try:
@@ -98,14 +100,14 @@ class RequestFinder:
         if isinstance(content, AnswerDeleted):
             raise ApiError(404, "request_not_found", f"the request {given!r} was deleted")
         if content is not None:
-            first: RequestSubmitted | None = content.submission
+            first = content.submission
         else:
-            record = await self._record(location)
-            first = None if record is None else _first_part(record)
-        rendering = None if first is None else first.rendering
-        if first is None or rendering is None or whole_id(first.request_id, rendering.parts) != request_id:
-            raise _unknown(given)
-        loaded = await self._models.rendering_model(first.model, rendering.card)
+            found = _request_in(await self._record(location))
+            if found is None or found.id != request_id:
+                raise _unknown(given)
+            first = found.first
+        assert first.rendering is not None, "the first part of a response has its rendering"
+        loaded = await self._models.rendering_model(first.model, first.rendering.card)
         return FoundRequest(request_id, location, first, loaded, content)
 
     async def _record(self, location: RequestLocation) -> Record | None:
@@ -146,9 +148,8 @@ class RequestFinder:
         async for record in newest_first(self._log, REQUESTS, self._models.partitions()):
             name = (record.key or b"").decode(errors="replace")
             aliases = frozenset() if _is_of_kafka_api(name) else wanted & aliases_of(name)
-            if aliases and (first := _first_part(record)) is not None and first.rendering is not None:
-                location = RequestLocation(record.partition, record.offset)
-                found |= dict.fromkeys(aliases, (whole_id(first.request_id, first.rendering.parts), location))
+            if aliases and (request := _request_in(record)) is not None:
+                found |= dict.fromkeys(aliases, (request.id, RequestLocation(record.partition, record.offset)))
                 wanted -= aliases
             searched += 1
             if not wanted or searched == SEARCHED_MAX:
@@ -159,7 +160,7 @@ class RequestFinder:
 
 
 class _RecordReader:
-    """Reads single records of `requests`. Lookups at the same time share pages.
+    """Reads single records of `requests`. Lookups at the same time share what they read.
 
     The clients of a lost ingress reconnect together, and their requests are close to each other. A read at a random
     offset of Kafka takes several milliseconds.
@@ -176,31 +177,28 @@ class _RecordReader:
         self._lookups += 1
         try:
             async with self._reading:
-                if (partition, offset) not in self._found and self._lookups > 1:
-                    with contextlib.suppress(LogError):  # retention may have removed the begin of the page
-                        await self._read(partition, offset - offset % SHARED_RECORDS, SHARED_RECORDS)
                 if (partition, offset) not in self._found:
-                    await self._read(partition, offset, 1)
+                    if len(self._found) >= FOUND_MAX:
+                        self._found = {}
+                    count = SHARED_RECORDS if self._lookups > 1 else 1
+                    for record in await self._log.read(REQUESTS.name, partition, offset, count):
+                        self._found[partition, record.offset] = record
                 return self._found.get((partition, offset))
         finally:
             self._lookups -= 1
             if not self._lookups:
                 self._found = {}  # prompts are large
 
-    async def _read(self, partition: int, offset: int, count: int) -> None:
-        if len(self._found) >= FOUND_MAX:
-            self._found = {}
-        for record in await self._log.read(REQUESTS.name, partition, offset, count):
-            self._found[partition, record.offset] = record
 
-
-def _first_part(record: Record) -> RequestSubmitted | None:
-    """Return the first part of a request in a record; None if the record is another one."""
+def _request_in(record: Record | None) -> _Request | None:
+    """Return the request whose first part is in a record; None if the record is missing or another one."""
     try:
-        event = event_of(REQUESTS, record)
+        event = None if record is None else event_of(REQUESTS, record)
     except DecodeError:
         return None
-    return event if isinstance(event, RequestSubmitted) and event.rendering is not None else None
+    if not isinstance(event, RequestSubmitted) or event.rendering is None:
+        return None
+    return _Request(whole_id(event.request_id, event.rendering.parts), event)
 
 
 def _is_of_kafka_api(request_id: str) -> bool:

@@ -3,7 +3,7 @@
 The buffer of a request needs no limit of its own, because an engine generates at most `max_tokens`.
 
 Theory of operation. A response that another ingress or connection began is read by a `View`, from an offset in the
-past. One task per slot reads the history up to the position of the live dispatch, in one pass for all views that wait.
+past. One task per slot reads the history up to the position of the live dispatch, in one pass for all waiting views.
 Then the views join the live dispatch at exactly this position, so they miss nothing and get nothing
 twice. Slots that other ingresses read are followed only while a view needs them.
 """
@@ -65,9 +65,7 @@ class Stream(ResponseState):
 
     async def ready(self) -> None:
         """Wait until the stream has tokens, has a gap (missing events), has ended, was located, or was interrupted."""
-        if self.tokens or self.gap or self.ended is not None or self.interrupt_reason is not None:
-            return
-        if self.located is not None:
+        if self.tokens or self.gap or self.ended or self.interrupt_reason is not None or self.located:
             return
         self._waiter = asyncio.get_running_loop().create_future()
         try:
@@ -109,10 +107,9 @@ class ReplySlot:
         self._readers: dict[str, ReplyReader] = {}
 
     def reader(self, group: str) -> "ReplyReader":
-        found = self._readers.get(group)
-        if found is None:
-            found = self._readers[group] = ReplyReader(self, group)
-        return found
+        if group not in self._readers:
+            self._readers[group] = ReplyReader(self, group)
+        return self._readers[group]
 
     async def run(self) -> None:
         """Dispatch the events of the partition until cancelled. A LogError first interrupts all requests."""
@@ -142,7 +139,7 @@ class ReplySlot:
 
     async def _catch_up(self) -> None:
         while self._waiting:
-            views: list[View] = []
+            views, self._waiting = self._waiting, []
             try:
                 await self._read_history(views)
             except LogError as error:
@@ -151,32 +148,28 @@ class ReplySlot:
             self._arrived = None
 
     async def _read_history(self, views: "list[View]") -> None:
-        """Fill views with the records before the live position, until their responses have ended; then let them join.
-
-        Views that wait when a page was read join the pass if they begin in this page or later. They are added to
-        `views`.
-        """
+        """Fill views with the records before the live position, as far as they need these, and let them join there."""
         history: dict[str, Layers] = {}
         arrived = self._arrived = list[TokenEvent]()  # during the pass, because the log may grow as fast as it is read
         until = self.position
-        begin = await self._log.begin(TOKENS.name, self.number)
-        at = max(begin, min(view.offset for view in self._waiting))
-        self._admit(at, begin, views, history)
-        while views and at < until:
+        begin = at = await self._log.begin(TOKENS.name, self.number)
+        for view in views:
+            history.setdefault(view.group, Layers()).add(view.streams)
+            if view.offset < begin:
+                view.interrupt(EXPIRED)
+        while unread := [view for view in views if not view.has_ended and max(at, view.offset) < until]:
+            at = max(at, min(view.offset for view in unread))
             records = await self._log.read(TOKENS.name, self.number, at, min(READ_MAX, until - at))
-            self._admit(at, begin, views, history)
             for record in records:
                 event = decode_output(record, self.on_undecodable) if record.offset < until else None
                 if event is not None and event.group in history:
                     history[event.group].apply(event, event.group)
-            at = min(until, records[-1].offset + 1) if records else until
-            for view in views:
+            at = records[-1].offset + 1 if records else until
+            for view in unread:
                 if view.has_ended:
                     view.caught_up.set()
                 elif at - view.offset >= HISTORY_MAX:
                     view.interrupt(UNREACHABLE)
-            views[:] = [view for view in views if not view.has_ended]
-            at = max(at, min((view.offset for view in views), default=until))
             await asyncio.sleep(0)
         # A client may have read records at another ingress that this one has not dispatched yet.
         end = await self._log.end(TOKENS.name, self.number)
@@ -189,18 +182,6 @@ class ReplySlot:
             if not view.has_ended:
                 self.reader(view.group).layers.add(view.streams)
             view.caught_up.set()
-
-    def _admit(self, at: int, begin: int, views: "list[View]", history: "dict[str, Layers]") -> None:
-        """Move waiting views that begin at an offset or later to a pass. Interrupt those before the first record."""
-        waiting, self._waiting = self._waiting, []
-        for view in waiting:
-            if view.offset < begin:
-                view.interrupt(EXPIRED)
-            elif view.offset < at:
-                self._waiting.append(view)
-            else:
-                history.setdefault(view.group, Layers()).add(view.streams)
-                views.append(view)
 
     def interrupt_all(self, reason: str) -> None:
         """Interrupt every request, view, route query and command in flight."""

@@ -81,7 +81,6 @@ class OneResponse(Response):
         recorder: Recorder | None = None,
         replay: Replay | None = None,
     ) -> None:
-        self.status_code = 200
         self.background = None
         self._group = group
         self._metrics = group.metrics
@@ -91,8 +90,8 @@ class OneResponse(Response):
         self._recorder = recorder
         self._replay = replay
         self._is_in_background = False
-        self._fields: dict[str, str] = {}  # of the access log: the code of an error
-        self._has_been_repeated = False
+        self._fields: dict[str, Any] = {}  # of the access log
+        self._located: RequestLocation | None = None  # the earlier request with the same idempotency key
         self._more_headers: Sequence[tuple[bytes, bytes]] = ()  # additional ones
         self._location = RequestLocation(0, 0)
         self._began_s = began_s
@@ -114,8 +113,8 @@ class OneResponse(Response):
         except (_ClientGone, TimeoutError):
             status = "cancelled"
             self._metrics.disconnected.inc()
-        except _Repeated as repeated:
-            status, location, self._has_been_repeated = "", repeated.location, True
+        except _Repeated:
+            status = ""
         finally:
             watch.cancel()
             self._close()
@@ -123,24 +122,23 @@ class OneResponse(Response):
             self._group.front.in_background -= self._is_in_background
             if status:
                 self._count(status)
-            fold = self._fold
-            ttft = {"ttft_s": round(self._first_s - self._began_s, 4)} if self._first_s else {}
-            worker = {"worker": self._stream.worker_id} if self._stream.worker_id else {}
-            add_fields(
-                scope,
-                **self._fields,
-                **worker,
-                prompt_tokens=fold.prompt_tokens,
-                cached_tokens=fold.cached_tokens,
-                output_tokens=fold.output_tokens,
-                **ttft,
-            )
+            self._add_fields(scope)
         if not status:
             assert self._replay is not None, "only requests with an idempotency key are located"
-            replayed = await self._replay(location)
+            assert self._located is not None
+            replayed = await self._replay(self._located)
             await replayed(scope, receive, send)
         elif self._recorder is not None:
             await self._keep(self._recorder)
+
+    def _add_fields(self, scope: Scope) -> None:
+        fold, fields = self._fold, self._fields
+        if self._stream.worker_id:
+            fields["worker"] = self._stream.worker_id
+        if self._first_s:
+            fields["ttft_s"] = round(self._first_s - self._began_s, 4)
+        tokens = {"prompt_tokens": fold.prompt_tokens, "cached_tokens": fold.cached_tokens}
+        add_fields(scope, **fields, **tokens, output_tokens=fold.output_tokens)
 
     def _on_disconnect(self, reason: str) -> None:
         """End the response, or render the rest of it in the background if its request outlives the connection."""
@@ -172,7 +170,7 @@ class OneResponse(Response):
             cancel(request_id, "stop", is_complete=True)
         elif fold.is_over:
             cancel(request_id, fold.cancel_reason)
-        elif self._has_been_repeated:
+        elif self._located is not None:
             cancel(request_id, REPEATED)
         elif cut == TIMED_OUT or not self._outlives:
             self._abandon(request_id, cut)
@@ -278,7 +276,8 @@ class OneResponse(Response):
                 raise self._group.observe(fold.error)
             await stream.ready()
             if stream.located is not None:
-                raise _Repeated(RequestLocation(stream.located.partition, stream.located.offset))
+                self._located = RequestLocation(stream.located.partition, stream.located.offset)
+                raise _Repeated
             if stream.tokens:
                 self._observe_tokens()
             if events := fold.step(stream):
@@ -347,7 +346,6 @@ class _OrderedResponse(OneResponse):
         # its output after the change, and whether it has ended.
         self._changes: deque[tuple[int, int, bool]] = deque()
         self._has_begun = False
-        self._located: RequestLocation | None = None
         self._failure: Exception | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -394,7 +392,7 @@ class _OrderedResponse(OneResponse):
                 await asyncio.sleep(0)  # thousands of events that a client has received already are skipped
                 continue
             if self._located is not None:
-                raise _Repeated(self._located)
+                raise _Repeated
             if self._failure is not None:
                 raise self._failure
             if self._stream.interrupt_reason is not None:
@@ -437,31 +435,26 @@ class PartsResponse(_OrderedResponse):
         super().__init__(group, fold, parts[0], began_s, **options)
         self._submissions = parts
         self._capacity = asyncio.Semaphore(PARTS_IN_FLIGHT_MAX)
-        # The middleware has admitted one request. The inputs of an embedding request count as one.
-        self._more = 0 if fold.endpoint == EmbeddingBody.endpoint else len(parts) - 1
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            self._group.front.admission.enter(self._more)
-        except ApiError as error:
-            self._metrics.reject(error.code)
-            self._metrics.rejected(self._fold.endpoint)
-            await error.send(send, self._fold.client_id, self._fold.error_body(error))
-            return
-        await super().__call__(scope, receive, send)
-
-    def _close(self) -> None:
-        super()._close()
-        self._group.front.admission.leave(self._more)
 
     async def _run(self) -> None:
         """Run all parts. `_next` raises the error of the first one that cannot be submitted, which ends the others."""
+        admission, endpoint = self._group.front.admission, self._fold.endpoint
+        # The middleware has admitted one request. The inputs of an embedding request count as one.
+        more = 0 if endpoint == EmbeddingBody.endpoint else self._parts - 1
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for index in range(self._parts):
-                    tasks.create_task(self._run_part(index))
-        except ExceptionGroup as errors:
-            self._failure = errors.exceptions[0]
+            admission.enter(more)
+        except ApiError as error:
+            self._metrics.rejected(endpoint)
+            self._failure = error
+        else:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for index in range(self._parts):
+                        tasks.create_task(self._run_part(index))
+            except ExceptionGroup as errors:
+                self._failure = errors.exceptions[0]
+            finally:
+                admission.leave(more)
         self._stream.notify()
 
     async def _run_part(self, index: int) -> None:
@@ -607,10 +600,6 @@ class AttachedResponse(_OrderedResponse):
 
 class _Repeated(Exception):
     """The owner located an earlier request with the same idempotency key."""
-
-    def __init__(self, location: RequestLocation) -> None:
-        super().__init__()
-        self.location = location
 
 
 class _ClientGone(Exception):
