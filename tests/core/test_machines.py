@@ -41,6 +41,7 @@ from forebay.events.fleet import (
     WorkerSuspect,
 )
 from forebay.events.progress import (
+    AttemptMoved,
     AttemptRejected,
     EncodeFailed,
     EncodeFinished,
@@ -125,9 +126,9 @@ STAGES: dict[Phase, Stage] = {
 }
 
 
-def life_in(phase: Phase, *, encoded: bool = False) -> tuple[ActiveRequests, ActiveRequest]:
+def life_in(phase: Phase, *, encoded: bool = False, **changes: Any) -> tuple[ActiveRequests, ActiveRequest]:
     requests = ActiveRequests()
-    one = ActiveRequest(request_from_event(request("r", [1, 2]), "default", 0, 1_000))
+    one = ActiveRequest(request_from_event(request("r", [1, 2], **changes), "default", 0, 1_000))
     requests.add(one)
     if phase is Phase.QUEUED:
         requests.enqueue(one, "default", 10, 1_500)
@@ -148,7 +149,8 @@ def life_in(phase: Phase, *, encoded: bool = False) -> tuple[ActiveRequests, Act
 
 @pytest.mark.parametrize(("phase", "move"), list(product(Phase, RequestTransition)))
 def test_the_request_transition_table(phase: Phase, move: RequestTransition) -> None:
-    requests, one = life_in(phase, encoded=phase in (Phase.PREFILL, Phase.REMOTE_PREFILL))
+    delivery = "external" if move is RequestTransition.MOVED else "worker"
+    requests, one = life_in(phase, encoded=phase in (Phase.PREFILL, Phase.REMOTE_PREFILL), delivery=delivery)
     before = requests.digest(), list(requests.snapshot())
     calls: dict[RequestTransition, Callable[[], object]] = {
         RequestTransition.HELD: lambda: requests.enqueue(one, "default", 10, 2_500),
@@ -167,6 +169,7 @@ def test_the_request_transition_table(phase: Phase, move: RequestTransition) -> 
         RequestTransition.NOT_ENCODED: (EncodeFailed, {"error": "too large"}),
         RequestTransition.NOT_TRANSFERRED: (TransferFailed, {"error": "gone"}),
         RequestTransition.REJECTED: (AttemptRejected, {"error": "not now", "status": 503, "code": ""}),
+        RequestTransition.MOVED: (AttemptMoved, {"endpoint": "h:1"}),
         RequestTransition.OUTPUT_GROWN: (OutputGrown, {"output_tokens": 3}),
         RequestTransition.FINISHED: (RequestFinished, {"finish_reason": "stop"}),
         RequestTransition.FAILED: (RequestFailed, {"error": "broken"}),

@@ -2,6 +2,7 @@
 
 import struct
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from forebay.events.base import pack_u32
 from forebay.events.tokens import (
     AttemptStarted,
     CommandResponse,
+    DestinationSelected,
     Embedded,
     PrefilledBy,
     RequestLocated,
@@ -136,6 +138,19 @@ def test_a_repeated_request_is_located_once() -> None:
     again = msgspec.structs.replace(located, owner_epoch=9)
     assert (apply({NAME: reply}, again, GROUP), reply.located) == ([], located)
     assert folded(ended(), msgspec.structs.replace(located, reply_key=0)).located is None
+
+
+def test_a_gateway_gets_each_destination_once() -> None:
+    def destination(attempt: int, owner: int = 1, key: int = 5) -> DestinationSelected:
+        where: dict[str, Any] = {"worker_id": "w", "worker_epoch": 3, "rank": 0, "endpoint": "h:1", "group": GROUP}
+        return DestinationSelected(request_id=NAME, attempt=attempt, owner_epoch=owner, reply_key=key, **where)
+
+    reply = ResponseState(5)
+    slot = [destination(1, key=6), destination(1), destination(1, owner=2), destination(2, owner=2), destination(1)]
+    found = [reply.destination for event in slot if apply({NAME: reply}, event, GROUP)]
+    assert (found, reply.foreign) == ([slot[1], slot[3]], 1)
+    assert apply({NAME: reply}, msgspec.structs.replace(ended(2, 2), reply_key=5), GROUP) == [reply]
+    assert apply({NAME: reply}, destination(3), GROUP) == []
 
 
 def test_a_response_with_a_gap_never_ends() -> None:

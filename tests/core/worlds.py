@@ -56,6 +56,7 @@ from forebay.events.pools import (
     PoolRule,
 )
 from forebay.events.progress import (
+    AttemptMoved,
     AttemptRejected,
     CommandDone,
     CommandRefused,
@@ -87,8 +88,8 @@ LEASE_US = 500_000
 WORKERS = ("a", "b", "c")
 ENCODERS = ("e", "f")
 PREFILLERS = ("p", "q")
-PROGRESS_KINDS = frozenset(
-    ("first", "finish", "fail", "reject", "grow", "encoded", "not_encoded", "not_fetched", "prefilled", "not_prefilled")
+PROGRESS_KINDS = frozenset(("first", "finish", "fail", "reject", "moved", "grow", "not_fetched")).union(
+    ("encoded", "not_encoded", "prefilled", "not_prefilled")
 )
 MEDIA = Media(kind="image", digest="ab" * 32, mime="image/png", first_token=1, tokens=4, content=b"pixels")
 ENCODED = Encoded(descriptor=b"there", shape=(4, 8), dtype="float32", checksum="0123456789abcdef")
@@ -106,6 +107,7 @@ FACTS: dict[str, type[WorkerLost | WorkerSuspect | WorkerRecovered | WorkerDrain
 }
 
 INGRESSES = ("", "one", "two")
+DELIVERIES = ("worker", "external", "worker")
 HINTS = (
     *(RoutingHints() for _ in range(4)),
     RoutingHints(session_id="s1"),
@@ -453,6 +455,8 @@ def said_of(one: ActiveRequest, kind: str, number: int) -> InputEvent:
         case "reject":
             error: dict[str, Any] = {"error": "not now", "status": 503, "code": "engine_overloaded"}
             return AttemptRejected(**fields, **error, retry_after_s=number % 3)
+        case "moved":
+            return AttemptMoved(**fields, endpoint=WORKERS[number % 3])
         case "encoded":
             return EncodeFinished(**fields, encoded=ENCODED)
         case "not_encoded":
@@ -480,9 +484,9 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
     match kind:
         case "request":
             timeout = 1_000 if first == 0 else 1_000_000
-            hints = HINTS[(first + depth) % len(HINTS)]
-            fields: dict[str, Any] = {"timeout_us": timeout, "nonce": number, "routing": hints}
+            fields: dict[str, Any] = {"timeout_us": timeout, "nonce": number}
             fields |= {"idempotency_key": max(0, depth - 6), "ingress_incarnation": INGRESSES[third]}
+            fields |= {"routing": HINTS[(first + depth) % len(HINTS)], "delivery": DELIVERIES[first % 3]}
             drive("requests", request(f"r{number}", blocks, **fields))
         case "media":
             drive("requests", request(f"r{number}", blocks, nonce=number, media=(MEDIA,) * (1 + first % 2)))
@@ -520,7 +524,8 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
         case "join":
             odd = bool(first % 2)
             ranks = {"dp_size": 1 + odd, "dp_start_rank": 3 * odd}
-            drive("fleet", joined(worker, third, **ranks, kv_events=first != 4, kv_store=STORES[depth % 3]))
+            addresses = {"kv_store": STORES[depth % 3], "endpoint": worker if depth % 3 else ""}
+            drive("fleet", joined(worker, third, **ranks, kv_events=first != 4, **addresses))
         case "lose" | "suspect" | "recover" | "drain":
             drive.fact(FACTS[kind], worker)
         case "announce":

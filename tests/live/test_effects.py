@@ -1,6 +1,7 @@
 """Effects of decisions: work items, responses, worker commands with their outcomes, and blocks of shared stores."""
 
 import asyncio
+import contextlib
 import functools
 from typing import Any, get_args
 
@@ -32,9 +33,9 @@ from forebay.events.decisions import (
 )
 from forebay.events.fleet import WorkerLost
 from forebay.events.kv import BlocksStored, CacheCleared, StoreBlocksAdded, StoreBlocksRemoved
-from forebay.events.progress import CommandDone, CommandRefused
-from forebay.events.requests import RoutingHints, Task
-from forebay.events.tokens import CommandResponse, RouteResponse
+from forebay.events.progress import AttemptMoved, CommandDone, CommandRefused
+from forebay.events.requests import RequestSubmitted, RoutingHints, Task
+from forebay.events.tokens import CommandResponse, DestinationSelected, RouteResponse
 from forebay.events.topics import CONTROL, DEAD_LETTERS, DECISIONS, FLEET, KV_EVENTS, PROGRESS, TOKENS, work_topic
 from forebay.events.work import ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
 from forebay.ingress.metrics import IngressMetrics
@@ -43,8 +44,9 @@ from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import Owner, steady_clock
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
-from tests.live.shared import SteppedSystem, flush, samples
-from tests.system import BLOCK, MODEL, SLOT, submitted, until
+from tests.harness.faulty_log import Crashed, FaultyLog
+from tests.live.shared import SteppedSystem, admit, background, flush, proven, samples
+from tests.system import BLOCK, MODEL, SLOT, System, settings, submitted, until
 
 WORK = work_topic("default")
 PROMPT = list(range(12))
@@ -509,3 +511,56 @@ async def test_the_owner_counts_stale_blocks_and_unused_stores(system: EffectsSy
     assert metrics["forebay_index_store_events_total", "unused"] == 1
     assert metrics["dynamo_component_kv_cache_events_applied", "store_added", "ok"] == 2
     assert metrics["dynamo_component_kv_cache_events_applied", "store_removed", "ok"] == 1
+
+
+def destinations(system: System) -> list[DestinationSelected]:
+    return system.events(TOKENS, DestinationSelected, SLOT)
+
+
+def send_external(system: System, name: str = "r", **changes: Any) -> RequestSubmitted:
+    event = msgspec.structs.replace(submitted(name, PROMPT), delivery="external", **changes)
+    system.send(event)
+    return event
+
+
+async def test_a_gateway_gets_the_server_of_the_worker_and_no_work_is_sent(system: EffectsSystem) -> None:
+    for number in range(2):
+        system.join(f"w{number}", endpoint=f"h{number}:1", kv_events=False)
+    await system.own()
+    event = send_external(system)
+    await system.turn(1, lambda: None)
+    await flush(system.log)
+    (sent,) = destinations(system)
+    assert {sent.endpoint, sent.fallback} == {"h0:1", "h1:1"}
+    assert (sent.request_id, sent.reply_key, sent.attempt, sent.group) == ("r", event.reply_key, 1, MODEL)
+    ids: dict[str, Any] = {name: getattr(sent, name) for name in ("request_id", "attempt", "owner_epoch")}
+    moved = AttemptMoved(**ids, worker_id=sent.worker_id, worker_epoch=sent.worker_epoch, endpoint=sent.fallback)
+    await system.turn(1, system.append, PROGRESS, moved)
+    await flush(system.log)
+    other = destinations(system)[-1]
+    assert (other.attempt, other.endpoint, other.fallback) == (2, sent.fallback, "")
+    await system.turn(1, system.lose, other.worker_id)
+    await flush(system.log)
+    assert [one.error.code for one in system.ends()["r"] if one.error is not None] == ["pinned_worker_lost"]
+    assert [system.events(WORK, kind, slot) for kind in (WorkItem, WorkCancelled) for slot in range(2)] == [[]] * 4
+    await proven(system.log)
+
+
+async def test_a_new_owner_sends_the_destination_that_its_predecessor_did_not_send(log: SqliteLog) -> None:
+    system = EffectsSystem(log)
+    system.join("w0", endpoint="h0:1")
+    await admit(system, 1)
+    send_external(system)
+
+    def has_ended(running: asyncio.Task[None]) -> bool:
+        return running.done() or bool(destinations(system))
+
+    for appends in range(20):  # until one dies between the journal record and the effect
+        owner = Owner(FaultyLog(log, appends), system.leases, settings())
+        with contextlib.suppress(Crashed):
+            await owner.start()
+            async with background(owner.run()) as running:
+                await until(functools.partial(has_ended, running))
+    (routed,) = system.events(DECISIONS, RequestRouted, 0)
+    assert {(one.endpoint, one.attempt) for one in destinations(system)} == {("h0:1", 1)}
+    assert destinations(system)[0].owner_epoch > routed.owner_epoch

@@ -38,6 +38,8 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
         card: digest of the worker's model card on the topic `models`; empty if it stored none.
         salts_cache: whether requests with different cache namespaces share no cached blocks on the worker.
         kv_store: name of the shared store from which the worker loads blocks; empty if it uses none.
+        endpoint: IP address and port of the server that the worker represents, where gateways reach it; empty if only
+            the worker can run requests.
     """
 
     worker_id: SystemName
@@ -59,6 +61,7 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
     card: CardDigest = ""
     salts_cache: bool = True
     kv_store: Annotated[str, msgspec.Meta(max_length=256), KEPT] = ""
+    endpoint: Annotated[str, msgspec.Meta(max_length=256), KEPT] = ""
 
     @property
     def ranks(self) -> range:

@@ -123,6 +123,21 @@ class AttemptRejected(ProgressEvent, tag="progress.attempt_rejected", frozen=Tru
     retry_after_s: Count = 0
 
 
+class AttemptMoved(ProgressEvent, tag="progress.attempt_moved", frozen=True, kw_only=True):
+    """A gateway sent an external request to another server than that of the selected worker.
+
+    A picker writes this event before the first token. The owner then routes the request to the worker of this server.
+
+    Attributes:
+        endpoint: server that got the request, as in `WorkerSpec.endpoint`.
+    """
+
+    SINCE = 3
+    SUMMARY = "not used: the gateway sent the request to {0.endpoint}"
+
+    endpoint: SystemName
+
+
 class EncodeFinished(ProgressEvent, tag="progress.encode_finished", frozen=True, kw_only=True):
     """The worker encoded the images and videos of a request.
 
@@ -238,7 +253,9 @@ class EngineFailed(Event, tag="progress.engine_failed", frozen=True, kw_only=Tru
     at_us: int = 0
 
 
-StageEnd = AttemptRejected | EncodeFinished | EncodeFailed | PrefillFinished | PrefillFailed | TransferFailed
+StageEnd = (
+    AttemptRejected | AttemptMoved | EncodeFinished | EncodeFailed | PrefillFinished | PrefillFailed | TransferFailed
+)
 """After these events the request waits for its next worker."""
 RequestProgress = FirstTokenEmitted | OutputGrown | RequestFinished | RequestFailed | StageEnd
 AnyProgressEvent = RequestProgress | CommandDone | CommandRefused | EngineFailed

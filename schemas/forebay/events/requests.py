@@ -24,6 +24,7 @@ from forebay.events.privacy import (
     UNSET,
     WORKER,
     ZEROED,
+    SystemName,
 )
 from forebay.events.rendering import Rendering
 
@@ -34,6 +35,7 @@ RESUME_GRACE_S = 5.0
 
 
 Task = Literal["generate", "embed"]
+Delivery = Literal["worker", "external"]
 
 
 class StructuredOutput(Part, frozen=True, kw_only=True):
@@ -160,6 +162,8 @@ class RoutingHints(Part, frozen=True, kw_only=True):
         override: router settings for this request; null for the pool's.
         ttft_target_ms: wanted time to first token in milliseconds, for the choice of a pool; null for none.
         itl_target_ms: wanted inter-token latency in milliseconds, for the choice of a pool; null for none.
+        endpoints: only servers (`WorkerSpec.endpoint`) that may take an external request, as its gateway names them;
+            empty for any.
     """
 
     worker_id: Annotated[str, WORKER] = ""
@@ -175,6 +179,7 @@ class RoutingHints(Part, frozen=True, kw_only=True):
     override: RouterOverride | None = None
     ttft_target_ms: Milliseconds | None = None
     itl_target_ms: Milliseconds | None = None
+    endpoints: Annotated[tuple[SystemName, ...], msgspec.Meta(max_length=1_024)] = ()
 
 
 NO_HINTS = RoutingHints()
@@ -215,6 +220,9 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
         idempotency_key: hash of the client's key; 0 for none. While the owner knows the key from an earlier request, it
             does not run the request, but locates the earlier one for its client (`RequestRepeated`).
         body_hash: hash of the client's request, to recognise a key that was reused with another body; 0 without a key.
+        delivery: who brings the request to the server. `worker`: the owner sends a work item to the worker. `external`:
+            a gateway sends the request to the server of the selected worker, whose endpoint it gets by
+            `DestinationSelected`; nobody writes the output to the reply slot.
     """
 
     request_id: Annotated[Name, REQUEST_ID]
@@ -241,6 +249,7 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
     rendering: Rendering | None = None
     idempotency_key: Annotated[U64, IDEMPOTENCY_KEY] = 0
     body_hash: Annotated[U64, ZEROED] = 0
+    delivery: Delivery = "worker"
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)

@@ -31,7 +31,7 @@ from forebay.events.privacy import (
     SESSION_KEYS,
     SystemName,
 )
-from forebay.events.requests import RoutingHints, Task
+from forebay.events.requests import Delivery, RoutingHints, Task
 from forebay.events.transfer import Prefilled
 
 CHUNK_HASHES_MAX = 131_072 - 64  # keeps the packed hashes of a chunk and their envelope below 1 MiB
@@ -188,6 +188,7 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
         rejected_by: workers that have rejected an attempt at it, in order.
         tie_seed: seed for tie-breaking and sampling.
         idempotency_key: hash of the client's key; 0 for none.
+        delivery: who brings the request to the server, as in `RequestSubmitted`.
     """
 
     request_id: Annotated[Name, REQUEST_ID]
@@ -227,6 +228,7 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
     prefill_pool: Annotated[str, KEPT] = ""
     rejected_by: Annotated[tuple[Name, ...], KEPT] = ()
     idempotency_key: Annotated[U64, IDEMPOTENCY_KEY] = 0
+    delivery: Delivery = "worker"
 
     def __post_init__(self) -> None:
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)

@@ -196,6 +196,33 @@ class RequestLocated(Event, tag="tokens.request_located", frozen=True, kw_only=T
     reply_key: Count = 0
 
 
+class DestinationSelected(Event, tag="tokens.destination_selected", frozen=True, kw_only=True):
+    """The owner routed an external request to a worker. The gateway sends the request to the server of this worker.
+
+    Progress events about this attempt name the worker.
+
+    Attributes:
+        endpoint: server of the worker.
+        fallback: server with the lowest cost apart from this one, if the gateway cannot reach it; empty if none is
+            known.
+        cached_tokens: prompt tokens that the rank probably has cached; 0 if unknown.
+        report_every: output tokens between two `OutputGrown`; 0 if the owner needs none.
+    """
+
+    request_id: Name
+    attempt: Count
+    owner_epoch: Count
+    worker_id: Name
+    worker_epoch: Count
+    rank: Count
+    endpoint: str
+    fallback: str = ""
+    cached_tokens: Count = 0
+    report_every: Count = 0
+    group: str = ""
+    reply_key: Count = 0
+
+
 class RouteResponse(Event, tag="tokens.route_told", frozen=True, kw_only=True):
     """Response to a `RouteQueried`: the worker rank that the owner would select now, or an error.
 
@@ -243,5 +270,12 @@ class CommandResponse(Event, tag="tokens.command_told", frozen=True, kw_only=Tru
 
 
 TokenEvent = (
-    TokensEmitted | Embedded | AttemptStarted | ResponseEnded | RequestLocated | RouteResponse | CommandResponse
+    TokensEmitted
+    | Embedded
+    | AttemptStarted
+    | ResponseEnded
+    | RequestLocated
+    | DestinationSelected
+    | RouteResponse
+    | CommandResponse
 )

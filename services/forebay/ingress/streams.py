@@ -64,8 +64,12 @@ class Stream(ResponseState):
         self.notify()
 
     async def ready(self) -> None:
-        """Wait until the stream has tokens, has a gap (missing events), has ended, was located, or was interrupted."""
-        if self.tokens or self.gap or self.ended or self.interrupt_reason is not None or self.located:
+        """Wait until the stream has tokens, a destination or a gap (missing events), or was located or interrupted.
+
+        The end of the response ends the wait, too.
+        """
+        has_news = self.tokens or self.destination or self.gap or self.located or self.ended
+        if has_news or self.interrupt_reason is not None:
             return
         self._waiter = asyncio.get_running_loop().create_future()
         try:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,8 +67,18 @@ class Upstream:
     @property
     def name(self) -> str:
         """Default worker id: host and port."""
+        return f"{urlsplit(self.url).hostname}-{self._port}"
+
+    @property
+    def endpoint(self) -> str:
+        """IP address and port, because gateways resolve no names. Raises OSError if the host has no address."""
+        address = socket.getaddrinfo(urlsplit(self.url).hostname, self._port, type=socket.SOCK_STREAM)[0][4][0]
+        return f"[{address}]:{self._port}" if ":" in str(address) else f"{address}:{self._port}"
+
+    @property
+    def _port(self) -> int:
         parts = urlsplit(self.url)
-        return f"{parts.hostname}-{parts.port or (443 if parts.scheme == 'https' else 80)}"
+        return parts.port or (443 if parts.scheme == "https" else 80)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,6 +341,10 @@ def engine_of(one: Attachment, info: ServerInfo, settings: WorkerSettings) -> tu
     assert isinstance(servers, UpstreamSettings)
     url, role = one.upstream.url, servers.role
     directory = _tokenizer_of(info, servers, url)
+    try:
+        endpoint = one.upstream.endpoint
+    except OSError as error:
+        raise EngineError(f"the host of the server {url} has no address: {error}") from error
     name = model_name_of(None, servers.model_name or _api_name(info.model))
     model = Model(directory)
     source = None
@@ -361,6 +376,7 @@ def engine_of(one: Attachment, info: ServerInfo, settings: WorkerSettings) -> tu
         loras=adapters(tuple(info.loras), name),
         kv_events=source is not None,
         role=role,
+        endpoint=endpoint,
     )
     return engine, spec, directory
 

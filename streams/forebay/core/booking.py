@@ -152,6 +152,8 @@ def abort(
     holder = None if kept is None else _holder_of(world, kept.worker_id, kept.worker_epoch)
     if kept is not None:
         world.requests.forget_prefilled(request)  # the record itself names the worker that releases the KV
+    if request.submitted.is_external:
+        worker = None  # it has no work for the request; the gateway ends what its server does
     world.queues.remove(request.submitted.request_id)
     world.requests.end(request, world.now_us, is_complete=is_complete)
     world.replan()

@@ -1,10 +1,13 @@
 """Dispatch requests: plan with the current state (`selection.next_stage`), then book the plan (`booking`)."""
 
+import dataclasses
+
 from msgspec.structs import replace
 
 from forebay.core.booking import abort, answer_query, book, enqueue, reject, release_kv
-from forebay.core.routing.eligibility import Ineligible
-from forebay.core.routing.plan import Plan, with_choices
+from forebay.core.routing.eligibility import Ineligible, filter_eligible
+from forebay.core.routing.plan import Plan, StageCandidates, with_choices
+from forebay.core.selection.evaluation import evaluate
 from forebay.core.selection.next_stage import (
     Options,
     find_exhausted_attempts,
@@ -34,8 +37,8 @@ from forebay.events.decisions import (
     RouteAnswered,
 )
 from forebay.events.pools import PoolChoice
-from forebay.events.progress import AttemptRejected
-from forebay.events.requests import RequestResumed, RequestSubmitted, RouteQueried
+from forebay.events.progress import AttemptMoved, AttemptRejected
+from forebay.events.requests import NO_HINTS, RequestResumed, RequestSubmitted, RouteQueried
 from forebay.events.versions import may_write
 
 # Queued requests routed per pool and event, which takes about ten milliseconds. The owner routes more of them when it
@@ -71,6 +74,8 @@ def submit(world: World, event: RequestSubmitted, offset: int) -> list[AnyDecisi
         return [reject(world, event, Ineligible("duplicate_id", message))]
     if event.idempotency_key and not may_write(RequestResumed, world.owner_events):
         event = replace(event, idempotency_key=0)  # the owner did not know the field
+    if event.delivery == "external" and not may_write(AttemptMoved, world.owner_events):
+        event = replace(event, delivery="worker", routing=replace(event.routing, endpoints=()))  # likewise
     earlier = requests.known_offset(event.idempotency_key)
     if earlier is not None:
         world.counts["repeated_request"] += 1
@@ -183,10 +188,23 @@ def reroute(world: World, requests: list[ActiveRequest]) -> list[AnyDecision]:
     return decided
 
 
+def move(world: World, request: ActiveRequest, endpoint: str) -> list[AnyDecision]:
+    """Book an external request at the worker whose server has it, or abort it if no ready worker has this server."""
+    pool = world.pools[request.submitted.pool]
+    view = dataclasses.replace(request.submitted, hints=replace(NO_HINTS, endpoints=(endpoint,)))
+    try:
+        roster = filter_eligible(world.roster(pool.pool), world.fleet, pool, view)
+        plan = evaluate(world, StageCandidates("aggregated", pool, roster, view, request.attempt))
+    except Ineligible as ineligible:
+        return [abort(world, request, "worker_refused", f"the gateway used the server {endpoint}: {ineligible}")]
+    return [book(world, request, plan)]
+
+
 def handle_rejection(world: World, request: ActiveRequest, event: AttemptRejected) -> list[AnyDecision]:
     """Replan or abort a request, because its worker has rejected it. Return the decisions.
 
     If no other worker may take the request, or it has used up its attempts, its client gets the error of the worker.
+    The client of an external request has this error already.
     """
     world.counts["attempts_rejected"] += 1
     world.fleet.reject(event.worker_id, world.now_us, event.retry_after_s)
@@ -194,7 +212,8 @@ def handle_rejection(world: World, request: ActiveRequest, event: AttemptRejecte
     is_exhausted = find_exhausted_attempts(world, pool, request) is not None
     # A prompt that no prefill worker takes can be computed by the decode worker.
     have_others = request.stage == "prefill" or has_candidates(world, pool, request.submitted, request.rejected_by)
-    if not is_exhausted and (have_others or choose_other_pool(world, request) is not None):
+    may_retry = not is_exhausted and not request.submitted.is_external
+    if may_retry and (have_others or choose_other_pool(world, request) is not None):
         world.replan([request])
         return []
     answer = event.error, event.status, event.code, event.retry_after_s
@@ -204,7 +223,8 @@ def handle_rejection(world: World, request: ActiveRequest, event: AttemptRejecte
 def handle_worker_loss(world: World, worker: FleetWorker) -> list[AnyDecision]:
     """Remove a lost worker from the state, and replan its requests, in order of submission. Return the decisions.
 
-    Requests that may only run on this worker are aborted.
+    Requests that may only run on this worker are aborted: those whose hint names it, and external ones, which a gateway
+    has sent to its server.
     """
     stranded = world.requests.of_worker(worker.spec.worker_id, worker.worker_epoch)
     for request in stranded:
@@ -217,7 +237,12 @@ def handle_worker_loss(world: World, worker: FleetWorker) -> list[AnyDecision]:
     for request in world.requests.pinned_to(worker.spec.worker_id):
         message = f"worker {worker.spec.worker_id} was lost, and the request is pinned to it"
         aborted.append(abort(world, request, "pinned_worker_lost", message))
-    world.replan(one for one in stranded if one.submitted.hints.worker_id != worker.spec.worker_id)
+    movable = [one for one in stranded if one.submitted.hints.worker_id != worker.spec.worker_id]
+    for request in movable:
+        if request.submitted.is_external:
+            message = f"worker {worker.spec.worker_id} was lost, and the gateway had sent the request to its server"
+            aborted.append(abort(world, request, "pinned_worker_lost", message))
+    world.replan(one for one in movable if not one.submitted.is_external)
     return [*aborted, *release_kv(world)]
 
 

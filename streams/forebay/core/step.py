@@ -14,6 +14,7 @@ from forebay.core.dispatch import (
     drain_queues,
     handle_rejection,
     handle_worker_loss,
+    move,
     query,
     reroute,
     submit,
@@ -49,6 +50,7 @@ from forebay.events.kv import (
 from forebay.events.metrics import LoadReported, MetricEvent, TierCostsMeasured
 from forebay.events.progress import (
     AnyProgressEvent,
+    AttemptMoved,
     AttemptRejected,
     CommandDone,
     CommandRefused,
@@ -276,6 +278,9 @@ def _end_stage(world: World, request: ActiveRequest, event: StageEnd) -> list[An
         case AttemptRejected() | PrefillFailed() | TransferFailed():
             world.withdraw_routing(request)
             request.failure = event.error
+        case AttemptMoved():
+            world.withdraw_routing(request)
+            return move(world, request, event.endpoint)
         case EncodeFailed():
             request.failure = event.error
         case PrefillFinished():

@@ -13,6 +13,7 @@ from forebay.core.state.roster import CandidateRank, Roster
 from forebay.core.state.submitted_request import SubmittedRequest
 from forebay.events.control import BusyThresholds, PoolConfigured
 from forebay.events.decisions import RejectReason
+from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import RoutingHints
 
 NO_THRESHOLDS = BusyThresholds()
@@ -37,7 +38,7 @@ def filter_eligible(roster: Roster, fleet: Fleet, pool: PoolConfigured, request:
     _validate_hints(hints, pool, fleet)
     if not roster.ranks:
         raise Ineligible("no_workers", f"no worker of the pool {pool.pool} is ready")
-    is_special = hints.worker_id or hints.allowed_workers or hints.required_taints or lora_name
+    is_special = hints.worker_id or hints.allowed_workers or hints.required_taints or lora_name or request.is_external
     if request.task in roster.tasks and not is_special and (roster.salts_cache or not request.is_salted):
         return roster
     found = [at for at, candidate in enumerate(roster.ranks) if _meets_requirements(candidate, request)]
@@ -51,8 +52,8 @@ def requirements_key(request: SubmittedRequest) -> tuple[object, ...]:
     """Return a key over the conditions of a request. Requests with equal keys have the same candidates."""
     hints = request.hints
     mode = None if hints.override is None else hints.override.mode
-    names = hints.worker_id, hints.rank, hints.allowed_workers, hints.session_id
-    return (*names, hints.required_taints, request.lora_name, request.task, mode, request.is_salted)
+    names = hints.worker_id, hints.rank, hints.allowed_workers, hints.session_id, hints.endpoints
+    return (*names, hints.required_taints, request.lora_name, request.task, mode, request.is_salted, request.delivery)
 
 
 def filter_not_busy(roster: Roster, thresholds: BusyThresholds, pool: str) -> Roster:
@@ -122,9 +123,17 @@ def _meets_requirements(candidate: CandidateRank, request: SubmittedRequest) -> 
         return False
     if hints.allowed_workers and spec.worker_id not in hints.allowed_workers:
         return False
+    if request.is_external and not _has_server(spec, hints):
+        return False
     if any(taint not in spec.taints for taint in hints.required_taints):
         return False
     return not lora_name or lora_name in spec.loras
+
+
+def _has_server(spec: WorkerSpec, hints: RoutingHints) -> bool:
+    """Return whether a gateway may send a request to the server of a worker. A server runs all stages of a request."""
+    named = spec.endpoint in hints.endpoints if hints.endpoints else bool(spec.endpoint)
+    return named and spec.role == "aggregated"
 
 
 def _describe_requirements(request: SubmittedRequest) -> str:
@@ -134,6 +143,9 @@ def _describe_requirements(request: SubmittedRequest) -> str:
         wants.append(f"is {hints.worker_id}")
     elif hints.allowed_workers:
         wants.append("is one of " + _format_names(hints.allowed_workers))
+    if request.is_external:
+        names = " that the gateway names: " + _format_names(hints.endpoints) if hints.endpoints else ""
+        wants.append(f"has a server{names}")
     if hints.required_taints:
         wants.append("has the taints " + _format_names(hints.required_taints))
     if lora_name:

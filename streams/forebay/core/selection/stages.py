@@ -37,7 +37,8 @@ def find_encode_candidates(world: World, pool: PoolConfigured, request: ActiveRe
 
     If it is None, the worker that computes the prompt encodes the images and videos itself.
     """
-    if not request.submitted.media_tokens or request.encoded is not None:
+    submitted = request.submitted
+    if not submitted.media_tokens or request.encoded is not None or submitted.is_external:
         return None
     found = world.encoders_of(pool.model)
     if found is None:

@@ -282,14 +282,16 @@ class Fleet:
         return worker
 
 
-_DIGESTED = [name for name in WorkerSpec.__struct_fields__ if name != "card"]  # no decision depends on the card
+# No decision depends on the card. The digest has the endpoint only if there is one, as in logs from before this field.
+_DIGESTED = [name for name in WorkerSpec.__struct_fields__ if name not in ("card", "endpoint")]
 
 
 def _term(worker: FleetWorker) -> int:
     place = worker.lease, worker.slot, worker.worker_epoch, worker.from_offset
     spec = tuple([plain(getattr(worker.spec, name)) for name in _DIGESTED])
     rejections = worker.rejections, worker.avoided_until_us
-    return digest_of(*place, worker.phase, worker.lease_ttl_ms, spec, *rejections)
+    endpoint = (worker.spec.endpoint,) if worker.spec.endpoint else ()
+    return digest_of(*place, worker.phase, worker.lease_ttl_ms, spec, *rejections, *endpoint)
 
 
 def _ingress_term(ingress: FleetIngress) -> int:

@@ -14,6 +14,7 @@ from forebay.events.base import unpack_u32
 from forebay.events.tokens import (
     AttemptStarted,
     CommandResponse,
+    DestinationSelected,
     Embedded,
     PrefilledBy,
     RequestLocated,
@@ -50,6 +51,8 @@ class ResponseState:
         foreign: number of events with another key, which had no effect.
         ended: valid end of the response; None if it has not ended. Later records have no effect.
         located: the earlier request whose response is also the response of this request; None if the request is run.
+        destination: where a gateway sends the request; None if the request is not external, or the reader has removed
+            it.
         text_only: whether valid tokens were computed from text.
         gap: whether tokens after `next_index` are missing. If so, no record can be applied.
     """
@@ -57,6 +60,7 @@ class ResponseState:
     __slots__ = (
         "_valid_from",
         "attempt",
+        "destination",
         "ended",
         "foreign",
         "gap",
@@ -87,6 +91,7 @@ class ResponseState:
         self.prefilled: PrefilledBy | None = None
         self.ended: ResponseEnded | None = None
         self.located: RequestLocated | None = None
+        self.destination: DestinationSelected | None = None
         self.gap = False
         self.text_only = False
         self._valid_from = (0, -1)
@@ -168,6 +173,17 @@ class ResponseState:
         self.located = event
         return True
 
+    def direct(self, event: DestinationSelected) -> bool:
+        """Set the destination of an external request, unless the record is stale or known. Return whether it was set.
+
+        A new owner repeats the last destination, because its predecessor may not have sent it.
+        """
+        if self.ended is not None or event.attempt <= self.attempt:
+            return False
+        self.start(event.attempt, event.owner_epoch)
+        self.destination = event
+        return True
+
 
 R = TypeVar("R", bound=ResponseState)
 
@@ -187,7 +203,7 @@ def apply(replies: Mapping[str, R], event: TokenEvent, group: str) -> list[R]:
                 if reply is not None and reply.has_key(chunk.reply_key) and reply.push(event, chunk):
                     changed.append(reply)
             return changed
-        case ResponseEnded() | Embedded() | AttemptStarted() | RequestLocated():
+        case ResponseEnded() | Embedded() | AttemptStarted() | RequestLocated() | DestinationSelected():
             reply = replies.get(event.request_id)
             if reply is None or not reply.has_key(event.reply_key):
                 return []
@@ -199,6 +215,8 @@ def apply(replies: Mapping[str, R], event: TokenEvent, group: str) -> list[R]:
                     changes = reply.end(event)
                 case Embedded():
                     changes = reply.embed(event)
+                case DestinationSelected():
+                    changes = reply.direct(event)
                 case _:
                     changes = reply.locate(event)
             return [reply] if changes else []

@@ -7,7 +7,7 @@ from xxhash import xxh3_64_intdigest
 
 from forebay.core.state_machine import digest_of
 from forebay.events.base import array_u64
-from forebay.events.requests import RequestSubmitted, RouteQueried, RoutingHints, Task, reply_key_of
+from forebay.events.requests import Delivery, RequestSubmitted, RouteQueried, RoutingHints, Task, reply_key_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,16 @@ class SubmittedRequest:
     is_salted: bool = False
     patient: bool = False
     idempotency_key: int = 0
+    delivery: Delivery = "worker"
 
     @property
     def reply_key(self) -> int:
         return reply_key_of(self.tie_seed)
+
+    @property
+    def is_external(self) -> bool:
+        """Whether a gateway sends the request to the server of the selected worker, so the owner cannot retry it."""
+        return self.delivery == "external"
 
     def identity_hash(self) -> int:
         """Return a 64-bit digest over all fields except `patient`. `content` covers `is_salted`."""
@@ -63,6 +69,7 @@ class SubmittedRequest:
             self.ingress,
             self.hints,
             *((("idempotency_key", self.idempotency_key),) if self.idempotency_key else ()),
+            *((self.delivery,) if self.delivery != "worker" else ()),
             seed=self.content,
         )
 
@@ -88,6 +95,7 @@ def request_from_event(event: RequestSubmitted, pool: str, offset: int, now_us: 
         is_salted=bool(event.cache_namespace),
         patient=event.patient,
         idempotency_key=event.idempotency_key,
+        delivery=event.delivery,
     )
 
 

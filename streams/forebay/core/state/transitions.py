@@ -13,6 +13,7 @@ from forebay.core.phases import ON_WORKER, Phase
 from forebay.core.state.active_request import ActiveRequest
 from forebay.events.decisions import KvReleaseReason, Stage
 from forebay.events.progress import (
+    AttemptMoved,
     AttemptRejected,
     EncodeFailed,
     EncodeFinished,
@@ -41,6 +42,7 @@ class RequestTransition(StrEnum):
     TO_BE_DECODED = "to_be_decoded"
     NOT_TRANSFERRED = "not_transferred"
     REJECTED = "rejected"
+    MOVED = "moved"
     KV_EXPIRED = "kv_expired"
     FIRST_TOKEN = "first_token"  # noqa: S105 - a token of text
     OUTPUT_GROWN = "output_grown"
@@ -107,6 +109,9 @@ TRANSITIONS: dict[RequestTransition, TransitionRule] = {
         drops_embeddings=True,
         releases_kv="not_fetched",
     ),
+    RequestTransition.MOVED: TransitionRule(
+        _phases(Phase.PREFILL), Phase.WAITING, guard=lambda request: request.submitted.is_external
+    ),
     RequestTransition.KV_EXPIRED: TransitionRule(_phases(Phase.WAITING), Phase.WAITING, releases_kv="lease_over"),
     RequestTransition.FIRST_TOKEN: TransitionRule(_phases(Phase.TRANSFER, Phase.PREFILL), Phase.DECODE),
     RequestTransition.OUTPUT_GROWN: TransitionRule(_phases(Phase.DECODE), Phase.DECODE),
@@ -141,6 +146,7 @@ REPORTED: dict[type[RequestProgress], RequestTransition] = {
     RequestFinished: RequestTransition.FINISHED,
     RequestFailed: RequestTransition.FAILED,
     AttemptRejected: RequestTransition.REJECTED,
+    AttemptMoved: RequestTransition.MOVED,
     EncodeFinished: RequestTransition.ENCODED,
     EncodeFailed: RequestTransition.NOT_ENCODED,
     PrefillFinished: RequestTransition.PREFILLED,

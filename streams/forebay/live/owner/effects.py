@@ -29,7 +29,14 @@ from forebay.events.decisions import (
     RouteAnswered,
 )
 from forebay.events.requests import RequestSubmitted
-from forebay.events.tokens import CommandResponse, RequestLocated, ResponseEnded, ResponseError, RouteResponse
+from forebay.events.tokens import (
+    CommandResponse,
+    DestinationSelected,
+    RequestLocated,
+    ResponseEnded,
+    ResponseError,
+    RouteResponse,
+)
 from forebay.events.topics import TOKENS, work_topic
 from forebay.events.work import AnyWorkEvent, ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
 from forebay.transport.base import Draft
@@ -136,6 +143,40 @@ def encode_work(
         **to.names,
     )
     return to.draft(item)
+
+
+def encode_destination(
+    group: str,
+    request: ActiveRequest,
+    owner_epoch: int,
+    fleet: Fleet,
+    *,
+    report_output: bool,
+    decision: RequestRouted | None = None,
+) -> Draft:
+    """Return where a gateway sends a routed external request. A reader that has the attempt ignores it.
+
+    `decision` is None if it is not at hand.
+    """
+    submitted, worker = request.submitted, fleet.get(request.worker_id)
+    assert worker is not None, "a lost worker has no requests"
+    endpoint, block_size = worker.spec.endpoint, worker.spec.block_size
+    other = None if decision is None or decision.runner_up is None else fleet.get(decision.runner_up.worker_id)
+    selected = DestinationSelected(
+        request_id=submitted.request_id,
+        attempt=request.attempt,
+        owner_epoch=owner_epoch,
+        worker_id=request.worker_id,
+        worker_epoch=request.worker_epoch,
+        rank=request.rank,
+        endpoint=endpoint,
+        fallback="" if other is None or other is worker else other.spec.endpoint,
+        cached_tokens=0 if decision is None else decision.terms.device_overlap * block_size,
+        report_every=block_size if report_output else 0,
+        group=group,
+        reply_key=submitted.reply_key,
+    )
+    return Draft(TOKENS.name, submitted.reply_slot, encode(TOKENS, selected))
 
 
 def expected_blocks(terms: CostTerms) -> int:

@@ -20,6 +20,7 @@ import msgspec
 from forebay import runtime
 from forebay.core.phases import Phase
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
+from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.fleet import FleetWorker
 from forebay.core.step import CONSUMED_RUNS_MAX, AnyDecision, InputEvent, advance, open_run, step
 from forebay.core.world import CORE_VERSION, World
@@ -50,6 +51,7 @@ from forebay.live.owner.effects import (
     WorkerAddress,
     address_of,
     encode_commands,
+    encode_destination,
     encode_effects,
     encode_reannounce,
     encode_work,
@@ -424,13 +426,16 @@ class Owner:
                     continue  # the request ended in the same turn, so its work is cancelled
                 if (request.stage, request.stage_attempt) != (decision.stage, decision.attempt):
                     continue  # the worker was lost in the same turn, so this attempt is stale
+                epoch = decision.owner_epoch
+                if request.submitted.is_external:
+                    drafts.append(self._destination(request, epoch, decision))
+                    continue
                 # Look up by offset: the same turn may hold a rejected submission with the same id.
                 submission = submitted.get(request.submitted.offset) or await self._submissions.at(
                     request.submitted.offset
                 )
                 to = address_of(self._settings.group, decision)
                 grown, hint = self._reports_output(decision.pool), expected_blocks(decision.terms)
-                epoch = decision.owner_epoch
                 drafts.append(encode_work(to, request, epoch, submission, report_output=grown, store_blocks=hint))
                 continue
             drafts += encode_effects(self._settings.group, decision, self._settings.partition)
@@ -451,6 +456,10 @@ class Owner:
             for draft in drafts:
                 self._send([draft])
 
+    def _destination(self, request: ActiveRequest, owner_epoch: int, decision: RequestRouted | None = None) -> Draft:
+        group, fleet, grown = self._settings.group, self.world.fleet, self._reports_output(request.submitted.pool)
+        return encode_destination(group, request, owner_epoch, fleet, report_output=grown, decision=decision)
+
     def _reports_output(self, pool: str) -> bool:
         return self.world.pools[pool].router.track_output_blocks
 
@@ -470,6 +479,9 @@ class Owner:
         for request in () if was_sealed else self.world.requests.active():
             worker = self.world.fleet.get(request.worker_id)
             if request.on_worker and worker is not None:
+                if request.submitted.is_external:
+                    drafts.append(self._destination(request, owner_epoch))
+                    continue
                 submission = await self._submissions.at(request.submitted.offset)
                 report_output = self._reports_output(request.submitted.pool)
                 to = self._address(worker, request.worker_epoch)
