@@ -21,7 +21,8 @@ from forebay.events.tokens import CommandResponse, RouteResponse, TokenEvent
 from forebay.events.topics import TOKENS
 from forebay.ingress.drain import SHUTTING_DOWN
 from forebay.ingress.errors import ApiError
-from forebay.transport.base import Log, LogError, Record, follow
+from forebay.transport.base import Log, LogError, Record
+from forebay.transport.follower import Follower
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +85,8 @@ class Stream(ResponseState):
             self._waiter.set_result(None)
 
 
-class ReplySlot:
-    """Reads one reply slot (partition of `tokens`), and passes each event to the `ReplyReader` of its group.
-
-    `position` is the offset of the first record that was not dispatched yet.
-    """
+class ReplySlot(Follower):
+    """Reads one reply slot (partition of `tokens`), and passes each event to the `ReplyReader` of its group."""
 
     def __init__(
         self,
@@ -98,13 +96,12 @@ class ReplySlot:
         on_undecodable: Callable[[], None],
         on_foreign: Callable[[float], None],
     ) -> None:
+        super().__init__(log, TOKENS)
         self.on_undecodable = on_undecodable
         self.on_foreign = on_foreign
         self.number = number
         self.position = offset
         self.views: set[View] = set()
-        self._log = log
-        self._moved = asyncio.Event()
         self._waiting: list[View] = []
         self._arrived: list[TokenEvent] | None = None  # events dispatched during a pass
         self._catching_up: asyncio.Task[None] | None = None
@@ -118,7 +115,7 @@ class ReplySlot:
     async def run(self) -> None:
         """Dispatch the events of the partition until cancelled. A LogError first interrupts all requests."""
         try:
-            await follow(self._log, TOKENS, self.number, self.position, self._dispatch_all)
+            await self.follow_from(self.number, self.position)
         except LogError as error:
             self.interrupt_all(str(error))
             raise
@@ -176,9 +173,7 @@ class ReplySlot:
                     view.interrupt(UNREACHABLE)
             await asyncio.sleep(0)
         # A client may have read records at another ingress that this one has not dispatched yet.
-        end = await self._log.end(TOKENS.name, self.number)
-        while self.position < end:
-            await self._moved.wait()
+        await self.reach(await self._log.end(TOKENS.name, self.number))
         for event in arrived:
             if event.group in history:
                 history[event.group].apply(event, event.group)
@@ -194,17 +189,13 @@ class ReplySlot:
         for view in self.views:
             view.interrupt(reason)
 
-    def _dispatch_all(self, records: list[Record]) -> None:
-        for record in records:
-            event = decode_output(record, self.on_undecodable)
-            if event is not None:
-                if self._arrived is not None:
-                    self._arrived.append(event)
-                if (reader := self._readers.get(event.group)) is not None:
-                    reader.apply(event)
-        self.position = records[-1].offset + 1
-        self._moved.set()
-        self._moved.clear()
+    def apply(self, record: Record) -> None:
+        event = decode_output(record, self.on_undecodable)
+        if event is not None:
+            if self._arrived is not None:
+                self._arrived.append(event)
+            if (reader := self._readers.get(event.group)) is not None:
+                reader.apply(event)
 
 
 class View:

@@ -5,8 +5,7 @@ records from offset 0. An append is acknowledged once it survives the death of t
 after that. Appends of one caller keep their order. A log does not interpret its records.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
 from typing import Annotated, Any, Literal, Protocol
 
@@ -194,21 +193,6 @@ def event_of(topic: Topic, record: Record) -> Any:
     if record.fault is not None:
         raise DecodeError(f"{topic.name}: {record.fault}")
     return decode(topic, record.value)
-
-
-async def follow(log: Log, topic: Topic, partition: int, offset: int, apply: Callable[[list[Record]], object]) -> None:
-    """Pass the records of a partition from `offset` on to `apply`, in batches, until cancelled. Raises LogError."""
-    wake = asyncio.Event()
-    tail = log.tail(topic.name, partition, offset, wake)
-    try:
-        while True:
-            wake.clear()
-            while records := tail.take(FOLLOWED_RECORDS):
-                apply(records)
-                await asyncio.sleep(0)
-            await wake.wait()
-    finally:
-        tail.close()
 
 
 async def newest_first(log: Log, topic: Topic, partitions: Iterable[int]) -> AsyncIterator[Record]:

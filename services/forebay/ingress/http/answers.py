@@ -1,16 +1,14 @@
 """Routes for responses that another connection or ingress began: resume, read, cancel and delete them."""
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from forebay import runtime
 from forebay.events.request_ids import RequestLocation, part_ids
-from forebay.ingress.admission import IngressAdmission
 from forebay.ingress.errors import invalid
 from forebay.ingress.finder import FoundRequest, RequestFinder
 from forebay.ingress.front import Front
@@ -24,31 +22,6 @@ READS = (400, 404, 410, 429, 501, 504)
 CANCELLED = "cancelled by a client"
 
 
-class _Admitted(Response):
-    """Response that counts as a request in flight until it is complete."""
-
-    def __init__(self, response: Response, admission: IngressAdmission) -> None:
-        self.background = None
-        self._response = response
-        self._admission = admission
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._response(scope, receive, send)
-        finally:
-            self._admission.leave()
-
-
-async def admitted(front: Front, respond: Callable[[], Awaitable[Response]]) -> Response:
-    """Return the response of `respond`, which counts as a request in flight. Raises ApiError if there are too many."""
-    front.admission.enter(is_read=True)
-    try:
-        return _Admitted(await respond(), front.admission)
-    except BaseException:
-        front.admission.leave()
-        raise
-
-
 def add_answers(app: FastAPI, front: Front, finder: RequestFinder) -> None:
     @app.get(
         "/v1/requests/{request_id}/stream", responses={**content(EVENTS, "string", "The events."), **errors(*READS)}
@@ -57,47 +30,31 @@ def add_answers(app: FastAPI, front: Front, finder: RequestFinder) -> None:
         """Stream the response to a request, after the event in `Last-Event-ID` or `?last_event_id=` if there is one."""
         after = last_event(request.headers, "Last-Event-ID", EVENT_ID)
         after = after or last_event(request.query_params, "last_event_id", EVENT_ID)
-
-        async def respond() -> Response:
-            began_s = runtime.monotonic_s()
-            found = await finder.find(request_id)
-            if found.rendering.api == "embeddings":
-                raise invalid("embeddings have no stream; read the whole response", code="unsupported_parameter")
-            return _attached(finder, found, began_s, stream=True, after=after)
-
-        return await admitted(front, respond)
+        began_s = runtime.monotonic_s()
+        found = await finder.find(request_id)
+        if found.rendering.api == "embeddings":
+            raise invalid("embeddings have no stream; read the whole response", code="unsupported_parameter")
+        return _attached(finder, found, began_s, stream=True, after=after)
 
     @app.get("/v1/requests/{request_id}", responses={**content(JSON, "object", "The response."), **errors(*READS)})
     async def whole(request_id: str) -> Response:
         """Return the whole response to a request, once it is complete."""
-
-        async def respond() -> Response:
-            began_s = runtime.monotonic_s()
-            return _attached(finder, await finder.find(request_id), began_s, stream=False)
-
-        return await admitted(front, respond)
+        began_s = runtime.monotonic_s()
+        return _attached(finder, await finder.find(request_id), began_s, stream=False)
 
     @app.post("/v1/requests/{request_id}/cancel", responses={**content(JSON, "object", "The id."), **errors(404, 410)})
     async def cancel(request_id: str) -> Response:
         """Cancel a request. A finished one stays as it is."""
-
-        async def respond() -> Response:
-            cancel_request(await finder.find(request_id))
-            return _done(request_id, "cancelled")
-
-        return await admitted(front, respond)
+        cancel_request(await finder.find(request_id))
+        return _done(request_id, "cancelled")
 
     @app.delete("/v1/requests/{request_id}", responses={**content(JSON, "object", "The id."), **errors(404, 410)})
     async def delete(request_id: str) -> Response:
         """Cancel a request if it has not finished, and delete its answer."""
-
-        async def respond() -> Response:
-            found = await finder.find(request_id)
-            cancel_request(found)
-            await front.answers.delete(found.request_id, found.location)
-            return _done(request_id, "deleted")
-
-        return await admitted(front, respond)
+        found = await finder.find(request_id)
+        cancel_request(found)
+        await front.answers.delete(found.request_id, found.location)
+        return _done(request_id, "deleted")
 
 
 def _attached(

@@ -34,15 +34,17 @@ from forebay.ingress.loaded_model import LoadedModel
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.prepare import PreparedRequest
 from forebay.ingress.recorder import RecordedStream, Recorder
-from forebay.ingress.responses.body import ResponsesBody
+from forebay.ingress.responses.body import RESPONSES_PATH, ResponsesBody
 from forebay.ingress.served_models import ServedModels
 from forebay.transport.base import LogError
+
+READ_PATHS = ("/v1/requests/", f"{RESPONSES_PATH}/")
 
 
 class RunRoutes:
     """ASGI middleware that serves `POST` requests of the paths in `KINDS`, and passes on all others.
 
-    A request is admitted or rejected before its body is read.
+    A request is admitted or rejected before its body is read, also one that reads or cancels an earlier request.
     """
 
     def __init__(self, app: ASGIApp, models: ServedModels, finder: RequestFinder) -> None:
@@ -52,19 +54,23 @@ class RunRoutes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = KINDS.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if kind is None:
+        if kind is None and not scope.get("path", "").startswith(READ_PATHS):
             await self._app(scope, receive, send)
             return
         front = self._models.front
         try:
-            front.admission.enter()
+            front.admission.enter(is_read=kind is None)
         except ApiError as error:
             front.metrics.reject(error.code)
-            front.metrics.rejected(kind.endpoint)
+            if kind is not None:
+                front.metrics.rejected(kind.endpoint)
             # The connection stays open. If it were closed during the upload, the client might not see the response.
             await error.send(send, body=error.encoded(scope["path"]))
             return
         try:
+            if kind is None:
+                await self._app(scope, receive, send)
+                return
             try:
                 response = await respond(Request(scope, receive), self._models, self._finder, kind)
             except (ApiError, LogError, ClientDisconnect) as error:

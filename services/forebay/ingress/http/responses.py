@@ -15,7 +15,7 @@ from forebay.ingress.errors import ApiError, deadline_exceeded, invalid
 from forebay.ingress.finder import FoundRequest, RequestFinder
 from forebay.ingress.front import Front
 from forebay.ingress.group import GroupClient
-from forebay.ingress.http.answers import NUMBER, READS, SHOWN_CHARS_MAX, admitted, cancel_request, last_event
+from forebay.ingress.http.answers import NUMBER, READS, SHOWN_CHARS_MAX, cancel_request, last_event
 from forebay.ingress.http.openapi import JSON, content, errors, streamed
 from forebay.ingress.http.response import AttachedResponse, OneResponse
 from forebay.ingress.response_fold import CompletionFold, ResponseFold
@@ -187,17 +187,13 @@ def add_responses(app: FastAPI, front: Front, finder: RequestFinder) -> None:
         is_stream, after = query.get("stream") == "true", last_event(query, "starting_after", NUMBER)
         if after is not None and not is_stream:
             raise invalid("starting_after is only allowed with stream=true", "starting_after")
-
-        async def respond() -> Response:
-            began_s = runtime.monotonic_s()
-            found = await stored(finder, response_id)
-            if LOGPROBS in included and found.first.sampling.logprobs is None:
-                raise invalid(f"include: the response was created without {LOGPROBS}", "include")
-            if is_stream:
-                return AttachedResponse(found, began_s, stream=True, after=after)
-            return await snapshot(found)
-
-        return await admitted(front, respond)
+        began_s = runtime.monotonic_s()
+        found = await stored(finder, response_id)
+        if LOGPROBS in included and found.first.sampling.logprobs is None:
+            raise invalid(f"include: the response was created without {LOGPROBS}", "include")
+        if is_stream:
+            return AttachedResponse(found, began_s, stream=True, after=after)
+        return await snapshot(found)
 
     @app.post(f"{path}/cancel", responses=whole)
     async def cancel(response_id: str) -> Response:
