@@ -6,6 +6,8 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from forebay.core.phases import Phase
 from forebay.core.rederive import Rederivation
@@ -498,24 +500,42 @@ def resume(drive: Driver, name: str, incarnation: str) -> None:
     assert drive("requests", RequestResumed(request_id=name, ingress_incarnation=incarnation)) == []
 
 
-def test_a_resumed_request_waits_for_its_new_ingress_only() -> None:
-    drive = Driver().fleet("a", "b")
-    for name, incarnation in (("i", "one"), ("j", "two")):
-        drive("fleet", ingress_joined(name, incarnation))
-    for name, incarnation in (("r", "one"), ("stays", "one"), ("outlives", "")):
-        drive("requests", request(name, ingress_incarnation=incarnation))
-    before = drive.world.digest()
-    resume(drive, "r", "two")
-    resumed = drive.active()
-    assert (resumed.submitted.ingress, drive.copy().active().submitted.ingress) == ("two", "two")
-    resume(drive, "outlives", "two")
-    resume(drive, "unknown", "two")
-    assert (drive.active("outlives").submitted.ingress, drive.world.counts["resumed_without_effect"]) == ("", 2)
-    assert drive("requests", RequestCancelled(request_id="r", ingress_incarnation="one")) == []
-    assert drive.world.counts["foreign_cancellation"] == 1
-    assert [one.request_id for one in drive("fleet", ingress_lost())] == ["stays"]
-    assert [one.request_id for one in drive("fleet", ingress_lost("j", "two"))] == ["r"]
-    assert before != drive.world.digest()
+@given(st.lists(st.tuples(st.sampled_from(("resume", "cancel", "lose")), st.sampled_from(("one", "two", "three")))))
+@example([("resume", "two"), ("cancel", "two"), ("cancel", "two"), ("lose", "one")])
+@example([("resume", "two"), ("resume", "two"), ("lose", "one"), ("lose", "three"), ("cancel", "two")])
+@example([("resume", "two"), ("resume", "three"), ("cancel", "one"), ("resume", "one"), ("lose", "two")])
+def test_a_request_ends_when_its_last_ingress_is_gone(steps: list[tuple[str, str]]) -> None:
+    """Compare the owner with a plain list of the ingresses whose clients wait, through a snapshot after each step."""
+    drive = Driver().fleet("a")
+    drive("requests", request("r", ingress_incarnation="one"))
+    waits, digests = ["one"], dict[tuple[str, ...], int]()
+    for step, ingress in steps:
+        if step == "resume":
+            resume(drive, "r", ingress)
+            waits += [ingress] if ingress not in waits else []
+        else:
+            drive("fleet", ingress_joined(ingress, ingress))
+            cancelled = RequestCancelled(request_id="r", ingress_incarnation=ingress)
+            made = drive("requests", cancelled) if step == "cancel" else drive("fleet", ingress_lost(ingress, ingress))
+            if waits == [ingress]:
+                assert [one.reason for one in made] == ["cancelled" if step == "cancel" else "ingress_lost"]
+                return
+            assert made == []
+            waits = [one for one in waits if one != ingress]
+        drive = drive.copy()
+        assert drive.active().submitted.ingresses == tuple(waits)
+        assert drive.world.requests.digest() == digests.setdefault(tuple(waits), drive.world.requests.digest())
+    assert len(set(digests.values())) == len(digests)
+
+
+def test_only_a_request_with_an_ingress_is_resumed_and_only_at_one() -> None:
+    drive = Driver().fleet("a")
+    for name in ("", "one"):
+        drive("requests", request(f"of {name}", ingress_incarnation=name))
+    for name, ingress in (("of ", "two"), ("unknown", "two"), ("of one", "")):
+        resume(drive, name, ingress)
+    waits = [one.submitted.ingresses for one in drive.world.requests.active()]
+    assert (waits, drive.world.counts["resumed_without_effect"]) == ([(), ("one",)], 3)
 
 
 @pytest.mark.parametrize(("waits", "by"), [("one", "one"), ("one", ""), ("", "one"), ("", "")])
@@ -531,7 +551,7 @@ def test_an_owner_that_cannot_read_resumptions_ignores_them() -> None:
     claim(drive.world, 1, events_version=RequestResumed.SINCE - 1)
     drive("requests", request("r", ingress_incarnation="one"))
     resume(drive, "r", "two")
-    assert drive.active().submitted.ingress == "one"
+    assert drive.active().submitted.ingresses == ("one",)
     (aborted,) = drive("requests", RequestCancelled(request_id="r", ingress_incarnation="two"))
     assert isinstance(aborted, RequestAborted)
 

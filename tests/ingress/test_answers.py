@@ -32,6 +32,7 @@ from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.streams import VIEWS_MAX, Stream
 from forebay.transport import answers
 from forebay.transport.base import Draft
+from tests.core.worlds import Driver
 from tests.harness.only_model import OnlyModel
 from tests.ingress.conftest import (
     CHAT,
@@ -216,6 +217,25 @@ async def test_a_stream_continues_at_another_ingress(both: Ingresses, monkeypatc
     assert received + rest.text == (await resumed(both.client, request_id)).text
     assert (moved.request_id, moved.ingress_incarnation) == (request.request_id, OTHER)
     assert (cancelled.request_id, cancelled.ingress_incarnation) == (request.request_id, "ingress")
+
+
+async def test_a_reader_that_leaves_does_not_end_the_stream_of_another(
+    both: Ingresses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "RESUME_GRACE_S", 0.01)
+    pending, request = await both.begin()
+    sent = both.emit_text(request.request_id, "the river")
+    reading = asyncio.create_task(resumed(both.other, request.request_id))
+    await until(lambda: both.other_front.slots.is_read(NAME, request.request_id))
+    reading.cancel()
+    await both.cancelled()
+    owner = Driver().fleet("w")
+    for event in (replace(request, model="m"), *both.requests()[1:]):
+        owner("requests", event)
+    assert [type(event) for event in both.requests()] == [RequestSubmitted, RequestResumed, RequestCancelled]
+    assert owner.active(request.request_id).submitted.ingresses == ("ingress",)
+    both.end(request.request_id, output=sent)
+    assert event_ids(await pending)[-1].startswith(f"0-{sent}-")
 
 
 async def test_a_client_that_returns_in_time_keeps_its_request(

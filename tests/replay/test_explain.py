@@ -13,7 +13,14 @@ from forebay.core import dispatch
 from forebay.events.codec import decode, encode
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueClass, QueueConfig, RouterConfig
 from forebay.events.decisions import RequestAborted, RequestRouted, RouteAnswered
-from forebay.events.fleet import OwnershipAnnounced, WorkerDraining, WorkerLost, WorkerSuspect
+from forebay.events.fleet import (
+    IngressJoined,
+    IngressLost,
+    OwnershipAnnounced,
+    WorkerDraining,
+    WorkerLost,
+    WorkerSuspect,
+)
 from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
 from forebay.events.requests import RequestCancelled, RequestResumed, RouterOverride, RoutingHints
 from forebay.events.topics import DECISIONS, KV_EVENTS
@@ -354,18 +361,18 @@ async def test_a_repeated_request_names_the_earlier_one() -> None:
     await require_live(made, "again", found)
 
 
-async def test_a_resumed_request_is_not_cancelled_by_its_first_ingress() -> None:
+async def test_a_resumed_request_is_cancelled_by_its_last_ingress() -> None:
     made = fleet("a")
+    made("fleet", IngressJoined(owner_epoch=0, ingress_id="i", incarnation="one"))
     made.ask("r", SHORT, ingress_incarnation="one")
-    for event in (
-        RequestResumed(request_id="r", ingress_incarnation="two"),
-        RequestCancelled(request_id="r", ingress_incarnation="one"),
-        RequestCancelled(request_id="r", ingress_incarnation="two"),
-    ):
-        made("requests", event)
+    for name in ("two", "three"):
+        made("requests", RequestResumed(request_id="r", ingress_incarnation=name))
+    made("requests", RequestCancelled(request_id="r", ingress_incarnation="two"))
+    made("fleet", IngressLost(owner_epoch=0, ingress_id="i", incarnation="one"))
+    made("requests", RequestCancelled(request_id="r", ingress_incarnation="three"))
     found = await made.explain("r")
-    assert words(found)[2:] == ["resumed", "cancel_requested", "cancel_requested", "aborted"]
-    assert [one.counted for one in found.timeline[2:]] == [True, False, True, True]
+    assert words(found)[2:] == ["resumed", "resumed", "cancel_requested", "cancel_requested", "aborted"]
+    assert [one.counted for one in found.timeline[2:]] == [True, True, False, True, True]
 
 
 async def test_unjournaled_events_are_marked() -> None:

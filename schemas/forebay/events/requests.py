@@ -272,8 +272,8 @@ class RequestCancelled(Event, tag="request.cancelled", frozen=True, kw_only=True
 
     Attributes:
         reason: who cancelled the request, or how.
-        ingress_incarnation: incarnation of the ingress that cancels the request; empty for a cancellation that does not
-            depend on the ingress. If the request waits for another ingress now, the event has no effect.
+        ingress_incarnation: incarnation of the ingress whose clients have left; empty for a cancellation that does not
+            depend on the ingress. If a client waits at another ingress, the request continues.
         is_complete: whether the client has its complete response, for example because of a stop string. The idempotency
             key of the request then stays known.
     """
@@ -286,12 +286,13 @@ class RequestCancelled(Event, tag="request.cancelled", frozen=True, kw_only=True
 
 
 class RequestResumed(Event, tag="request.resumed", frozen=True, kw_only=True):
-    """The client of a request reads its response at another ingress from now on.
+    """A further client reads the response of a request, at any ingress.
 
-    The event has no effect if the request has ended, or outlives its ingress.
+    The request runs until every ingress with such a client has cancelled it or is lost. The event has no effect if the
+    request has ended, or outlives its ingress.
 
     Attributes:
-        ingress_incarnation: incarnation of the ingress whose client waits now; empty if it has no lease.
+        ingress_incarnation: incarnation of this ingress; without it, the event has no effect.
     """
 
     SINCE = 2

@@ -180,7 +180,7 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
         begun: whether a worker has emitted output tokens; tracked for decode pools, and if failed requests move to
             faster pools.
         decoder_id: worker that was last sent to fetch the KV; empty if none.
-        ingress: incarnation of the ingress whose HTTP client waits; empty if there is none.
+        ingress: incarnation of the first ingress whose HTTP client waits; empty if there is none.
         is_salted: whether it has a cache namespace.
         queue_due_us: when it times out in the queue, on the owner's clock in microseconds; 0 if only its deadline
             applies.
@@ -189,6 +189,8 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
         tie_seed: seed for tie-breaking and sampling.
         idempotency_key: hash of the client's key; 0 for none.
         delivery: who brings the request to the server, as in `RequestSubmitted`.
+        further_ingresses: incarnations of the other ingresses whose HTTP clients wait, in the order of their first
+            `RequestResumed`.
     """
 
     request_id: Annotated[Name, REQUEST_ID]
@@ -229,6 +231,7 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
     rejected_by: Annotated[tuple[Name, ...], KEPT] = ()
     idempotency_key: Annotated[U64, IDEMPOTENCY_KEY] = 0
     delivery: Delivery = "worker"
+    further_ingresses: Annotated[tuple[str, ...], INGRESS] = ()
 
     def __post_init__(self) -> None:
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)

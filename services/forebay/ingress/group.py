@@ -247,7 +247,7 @@ class GroupClient:
             self.cancel(request_id, reason, unless_resumed=True)
 
     def resume(self, request_id: str) -> None:
-        """Append that a request waits for this ingress from now on, if the owner can read that."""
+        """Append that a client reads the response of a request at this ingress, too, if the owner can read that."""
         owner, settings = self.ready.presence.owner, self.settings
         if owner is not None and may_write(RequestResumed, owner.events_version):
             event = RequestResumed(

@@ -175,9 +175,9 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[AnyDeci
         case RequestCancelled():
             return _cancel(world, event)
         case RequestResumed():
-            request = world.requests.get(event.request_id)
-            if request is not None and request.submitted.ingress:
-                world.requests.resume(request, event.ingress_incarnation)
+            request, ingress = world.requests.get(event.request_id), event.ingress_incarnation
+            if ingress and request is not None and request.submitted.ingress:
+                world.requests.resume(request, ingress)
             else:
                 world.counts["resumed_without_effect"] += 1
         case RouteQueried():
@@ -201,9 +201,9 @@ def _cancel(world: World, event: RequestCancelled) -> list[AnyDecision]:
     request = world.requests.get(event.request_id)
     if request is None:
         return []
-    by, waits = event.ingress_incarnation, request.submitted.ingress
-    if by and waits and by != waits and may_write(RequestResumed, world.owner_events):
-        world.counts["foreign_cancellation"] += 1  # the client reads the response at another ingress
+    by = event.ingress_incarnation
+    if by and may_write(RequestResumed, world.owner_events) and not world.requests.abandon(request, by):
+        world.counts["foreign_cancellation"] += 1  # a client reads the response at another ingress
         return []
     return [abort(world, request, "cancelled", event.reason, is_complete=event.is_complete)]
 
@@ -383,7 +383,8 @@ def _fleet(world: World, event: AnyFleetEvent, offset: int) -> list[AnyDecision]
 
 
 def abort_orphans(world: World, lost: IngressLost) -> list[AnyDecision]:
-    """Abort the HTTP requests of a lost ingress, in order of submission. Return the journal records."""
+    """Abort the HTTP requests of a lost ingress that no client reads elsewhere, in order of submission."""
     message = f"the ingress {lost.ingress_id} of the request was lost: {lost.reason}"
-    orphans = world.requests.of_ingress(lost.incarnation)
+    requests = world.requests.of_ingress(lost.incarnation)
+    orphans = [request for request in requests if world.requests.abandon(request, lost.incarnation)]
     return [abort(world, request, "ingress_lost", message) for request in orphans]

@@ -151,8 +151,22 @@ class ActiveRequests:
         self._sum_up(request)
 
     def resume(self, request: ActiveRequest, ingress: str) -> None:
-        """Let a request wait for another incarnation of an ingress."""
-        request.submitted = replace(request.submitted, ingress=ingress)
+        """Record that a client waits for a response at an incarnation of an ingress, too."""
+        if ingress not in request.submitted.ingresses:
+            self._wait_at(request, *request.submitted.ingresses, ingress)
+
+    def abandon(self, request: ActiveRequest, ingress: str) -> bool:
+        """Record that no client waits at an incarnation of an ingress, and return whether none waits anywhere else.
+
+        The caller then ends the request.
+        """
+        others = [one for one in request.submitted.ingresses if one != ingress]
+        if others:
+            self._wait_at(request, *others)
+        return not others
+
+    def _wait_at(self, request: ActiveRequest, ingress: str, *further: str) -> None:
+        request.submitted = replace(request.submitted, ingress=ingress, further_ingresses=further)
         request.identity_hash = request.submitted.identity_hash()
         self._sum_up(request)
 
@@ -259,8 +273,8 @@ class ActiveRequests:
         return request
 
     def of_ingress(self, incarnation: str) -> list[ActiveRequest]:
-        """Return the requests that wait for an incarnation of an ingress, in order of submission."""
-        return self._in_order(one for one in self._active.values() if one.submitted.ingress == incarnation)
+        """Return the requests whose clients wait at an incarnation of an ingress, in order of submission."""
+        return self._in_order(one for one in self._active.values() if incarnation in one.submitted.ingresses)
 
     def of_worker(self, worker_id: str, worker_epoch: int) -> list[ActiveRequest]:
         """Return the requests that a worker has now, in order of submission."""

@@ -38,6 +38,7 @@ class SubmittedRequest:
     task: Task
     media_tokens: int = 0
     ingress: str = ""
+    further_ingresses: tuple[str, ...] = ()
     is_salted: bool = False
     patient: bool = False
     idempotency_key: int = 0
@@ -51,6 +52,11 @@ class SubmittedRequest:
     def is_external(self) -> bool:
         """Whether a gateway sends the request to the server of the selected worker, so the owner cannot retry it."""
         return self.delivery == "external"
+
+    @property
+    def ingresses(self) -> tuple[str, ...]:
+        """Incarnations of all ingresses whose clients wait; empty if the request outlives them."""
+        return (self.ingress, *self.further_ingresses) if self.ingress else ()
 
     def identity_hash(self) -> int:
         """Return a 64-bit digest over all fields except `patient`. `content` covers `is_salted`."""
@@ -70,6 +76,7 @@ class SubmittedRequest:
             self.hints,
             *((("idempotency_key", self.idempotency_key),) if self.idempotency_key else ()),
             *((self.delivery,) if self.delivery != "worker" else ()),
+            *((("further_ingresses", *self.further_ingresses),) if self.further_ingresses else ()),
             seed=self.content,
         )
 

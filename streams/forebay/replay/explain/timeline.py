@@ -29,7 +29,7 @@ from forebay.events.decisions import (
     RequestRouted,
     RouteAnswered,
 )
-from forebay.events.fleet import OwnershipAnnounced, WorkerFact, WorkerLost
+from forebay.events.fleet import IngressLost, OwnershipAnnounced, WorkerFact, WorkerLost
 from forebay.events.progress import (
     EncodeFinished,
     FirstTokenEmitted,
@@ -108,7 +108,7 @@ class Timeline:
         self.is_behind = False  # whether the last step has events that were written before the takeover
         self._plans: deque[Routing] = deque()
         self._submission_event: tuple[SubmissionEvent, int] | None = None
-        self._ingress = ""  # incarnation of the ingress whose client waits
+        self._ingresses: set[str] = set()  # incarnations of the ingresses whose clients wait
         self._clear(None, world.now_us)
         request = world.requests.get(request_id)
         if request is not None:
@@ -167,13 +167,14 @@ class Timeline:
             return
         elif isinstance(event, RequestCancelled):
             text = f"cancellation requested: {event.reason}"
-            is_foreign = event.ingress_incarnation and self._ingress not in ("", event.ingress_incarnation)
-            self._add("cancel_requested", text, place, event, counted=not self.over and not is_foreign)
+            others = self._ingresses - {event.ingress_incarnation} if event.ingress_incarnation else set()
+            self._ingresses = others or self._ingresses
+            self._add("cancel_requested", text, place, event, counted=not self.over and not others)
         elif isinstance(event, RequestResumed):
-            counted = not self.over and self._ingress != ""
+            counted = not self.over and bool(self._ingresses)
             if counted:
-                self._ingress = event.ingress_incarnation
-            self._add("resumed", "its client reads the response at another ingress", place, event, counted=counted)
+                self._ingresses.add(event.ingress_incarnation)
+            self._add("resumed", "a client reads the response at another ingress", place, event, counted=counted)
         elif isinstance(event, RequestProgress):
             self._observe_progress(event, place)
 
@@ -203,7 +204,7 @@ class Timeline:
         self._entries: list[TimelineEntry | Takeover] = []
         self._times: TimeByPart | None = None  # None if the beginning is missing
         self._on: tuple[int, str, int] = (0, "", 0)  # attempt, worker ID, worker epoch
-        self._ingress = event.ingress_incarnation if isinstance(event, RequestSubmitted) else ""
+        self._ingresses = {event.ingress_incarnation} - {""} if isinstance(event, RequestSubmitted) else set()
         self._stage = "aggregated"
         self._embedded = False  # the encoded images and videos wait to be fetched
         self._kept_by: tuple[str, int] | None = None  # worker and epoch that keep its KV to be fetched
@@ -216,7 +217,7 @@ class Timeline:
         self._kept_by = None if kept is None else (kept.worker_id, kept.worker_epoch)
         self._on = request.stage_attempt, request.worker_id, request.worker_epoch
         submitted = request.submitted
-        self._ingress = submitted.ingress
+        self._ingresses = set(submitted.ingresses)
         self._submission = Submission(
             offset=submitted.offset,
             model=self._world.pools[submitted.pool].model,
@@ -242,6 +243,8 @@ class Timeline:
                     self._submission_event = event, offset
             case OwnershipAnnounced():
                 self._owner_epoch = max(self._owner_epoch, event.owner_epoch)
+            case IngressLost():
+                self._ingresses.discard(event.incarnation)
             case ProgressEvent() | RequestCancelled() | RequestResumed() | WorkerFact():
                 self.observe(topic, offset, event, self._now_us)
 
