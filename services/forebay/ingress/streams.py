@@ -238,11 +238,8 @@ class Layers:
     """Streams by request id. A further stream of the same request is in the first layer that has none of it."""
 
     def __init__(self) -> None:
-        self._layers: list[dict[str, Stream]] = [{}]
-
-    @property
-    def first(self) -> dict[str, Stream]:
-        return self._layers[0]
+        self.first: dict[str, Stream] = {}
+        self._layers = [self.first]
 
     def add(self, streams: dict[str, Stream]) -> None:
         for layer in self._layers:

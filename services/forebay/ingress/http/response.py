@@ -3,7 +3,7 @@
 The head is sent with the first token, so a request that the router or an engine rejects gets an HTTP error status.
 After `SILENT_S` without a token the head of a stream and then comments are sent, because proxies close silent
 connections. A later error is the last event of the stream. With an idempotency key the head waits for the first event,
-because the owner may locate an earlier request, whose response has another head.
+because the owner may locate an earlier request.
 
 If the client of a stream disconnects, its request is cancelled only after a grace time, in which the client may resume
 the stream here or at another ingress. If the server stops, the owner waits for this time. A request that outlives its
@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from forebay import runtime
+from forebay.core.state.reply_slot import apply
 from forebay.events.request_ids import RequestLocation, public_id
 from forebay.events.requests import RequestSubmitted, reply_key_of
 from forebay.ingress.access_log import add_fields
@@ -36,7 +37,7 @@ from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.prepare import part_nonce, tie_seed_of
 from forebay.ingress.recorder import RecordedStream, Recorder
 from forebay.ingress.response_fold import ResponseFold, was_rejected
-from forebay.ingress.streams import Layers, Stream, View, interruption
+from forebay.ingress.streams import Stream, View, interruption
 from forebay.transport.answers import AnswerTooLarge
 from forebay.transport.base import LogError
 
@@ -153,6 +154,11 @@ class OneResponse(Response):
     def _outlives(self) -> bool:
         return not self._first.ingress_incarnation
 
+    @property
+    def _may_be_located(self) -> bool:
+        """Whether the owner may still locate an earlier request, whose response has another head."""
+        return not self._is_started and self._replay is not None and self._first.idempotency_key > 0
+
     def _begin(self, location: RequestLocation) -> None:
         self._location = location
         self._events = self._fold.begin(public_id(self._fold.request_id, location))
@@ -252,7 +258,7 @@ class OneResponse(Response):
         """Make `_next` return if no event was sent for `SILENT_S`, and check that again later."""
         loop = asyncio.get_running_loop()
         left_s = self._sent_s + SILENT_S - loop.time()
-        if left_s <= 0 and (self._is_started or not self._first.idempotency_key):
+        if left_s <= 0 and not self._may_be_located:
             self._is_silent = True
             self._stream.notify()
         self._timer = loop.call_later(left_s if left_s > 0 else SILENT_S, self._watch)
@@ -266,7 +272,7 @@ class OneResponse(Response):
     async def _next(self) -> list[StreamEvent]:
         """Return the next events of the response, none after a silence. Raises ApiError or _ClientGone."""
         stream, fold = self._stream, self._fold
-        if self._events and not self._first.idempotency_key:  # otherwise the owner may locate an earlier request
+        if self._events and not self._may_be_located:
             events, self._events = self._events, []
             return events
         while True:
@@ -524,10 +530,9 @@ class AttachedResponse(_OrderedResponse):
         self._begin(found.location)
         try:
             if found.content is not None:
-                layers = Layers()
-                layers.add(streams)
                 for event in found.content.events:
-                    layers.apply(event, event.group)
+                    for stream in apply(streams, event, event.group):
+                        stream.notify()
             else:
                 if not self._outlives:
                     for request_id in self._fold.ids:
