@@ -225,7 +225,7 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
         {"role": "system", "content": "Be kind."},
         {"role": "assistant", "content": "The"},
     ]
-    assert [(ref.url, ref.where) for ref in chat.media()] == [
+    assert [(ref.url, found.own_name(ref.where)) for ref in chat.media()] == [
         ("data:image/png;base64,AAAA", "messages[0].content[1].source"),
         ("data:image/png;base64,AAAA", "messages[2].content[0].content[0].source"),
     ]

@@ -224,7 +224,7 @@ def test_items_become_the_messages_of_a_chat() -> None:
     call = {"id": "call_0", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     assert found.completion.chat() == [
         {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
+        {"role": "user", "content": "Weather?"},
         {
             "role": "assistant",
             "content": "One moment.",

@@ -58,33 +58,23 @@ class _Reader(AttachedResponse):
     """Reads a response from the log. The ASGI side of the class is not used."""
 
     async def read(self, *, to_end: bool) -> dict[str, Any]:
+        fold, self._is_silent = self._fold, True  # so that `_next` does not wait
         self._work = asyncio.get_running_loop().create_task(self._run())
         try:
-            await self._read(to_end=to_end)
-            self._count("success")
+            while not (fold.is_over or (self._has_all and not self._changes and not to_end)):
+                if not await self._next():
+                    await self._stream.ready()
+        except ApiError as error:
+            if error is not fold.error:
+                raise
         finally:
             self._close()
+        self._count("success")
         if self._recorder is not None:
             await self._keep(self._recorder)
-        return _formatter(self._fold).plain()
-
-    async def _read(self, *, to_end: bool) -> None:
-        fold = self._fold
-        while True:
-            try:
-                self._take()
-            except ApiError as error:
-                if error is not fold.error:
-                    raise
-            if self._failure is not None:
-                raise self._failure
-            if fold.is_over or (self._has_all and not self._changes and not to_end):
-                break
-            if self._stream.interrupt_reason is not None:
-                raise self._interruption(self._stream.interrupt_reason)
-            await (asyncio.sleep(0) if self._changes else self._stream.ready())
         if fold.error is not None:
             _formatter(fold).fail(fold.error)
+        return _formatter(fold).plain()
 
 
 def _formatter(fold: ResponseFold) -> ResponsesFormatter:

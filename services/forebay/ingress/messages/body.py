@@ -13,10 +13,10 @@ from pydantic import Field, model_validator
 from forebay.ingress.body_limits import MESSAGES_MAX, TOOLS_MAX
 from forebay.ingress.chat_template import variables_of
 from forebay.ingress.errors import invalid
-from forebay.ingress.media.tokens import MediaRef
+from forebay.ingress.openai.chat_builder import ChatBuilder, Piece
 from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, optional, require_fields
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, RoutedBody
-from forebay.ingress.openai.requests import PARTS_MAX, STOP_CHARS_MAX, ChatBody
+from forebay.ingress.openai.requests import PARTS_MAX, STOP_CHARS_MAX, ChatBody, Role
 from forebay.ingress.openai.sampling import TOKENS_MAX, JsonObject, JsonSchema, ResponseFormat
 from forebay.ingress.openai.tools import CallId, Function, FunctionName, NamedFunction, NamedTool, Tool, ToolChoice
 
@@ -38,8 +38,6 @@ BLOCKS_OF = {  # types of blocks in messages of each role
 }
 # Variables of chat templates that turn reasoning on and off.
 SWITCHES = {"enable_thinking", "thinking"}
-
-Turn = dict[str, Any]
 
 
 class ImageSource(Body):
@@ -83,12 +81,10 @@ class Block(Body):
     )
     is_error: bool | None = optional(f"Of the type `tool_result`: `true` begins the result with `{ERROR}`.")
 
-    def check(self, where: str, types: Sequence[str], owner: str) -> None:
-        """Raise ApiError (400) for another type, or for missing or unsupported fields."""
-        if self.type not in types:
-            text = f"{where}: blocks of type {self.type} are not supported in {owner}; use {', '.join(types)}"
-            raise invalid(text, f"{where}.type", "unsupported_parameter")
-        require_fields(self, where, self.type, *FIELDS[self.type])
+    def piece(self, path: str) -> Piece:
+        """Return a text or an image. Raises ApiError (400) for an unsupported source of an image."""
+        where = f"{path}.source"
+        return Piece(self.text or "") if self.source is None else Piece(url=self.source.link(where), path=where)
 
 
 Content = str | Annotated[list[Block], Field(fail_fast=True)]
@@ -250,14 +246,23 @@ class MessagesBody(RoutedBody):
         return self
 
     @cached_property
-    def completion(self) -> "Conversation":
-        """The chat from which the request is prepared. Raises ApiError (400) for an invalid block or tool."""
-        chat = _Chat()
-        chat.add("system", "system", self.system or [])
+    def chat(self) -> ChatBuilder:
+        """The messages of the chat. Raises ApiError (400) for an invalid block."""
+        chat = ChatBuilder()
+        if self.system:
+            _add(chat, "system", "system", self.system)
         for at, message in enumerate(self.messages):
             require_fields(message, f"messages[{at}]", "message", ("role", "content"))
-            chat.add(f"messages[{at}].content", message.role, message.content)
-        last = self.messages[-1]
+            _add(chat, f"messages[{at}].content", message.role, message.content)
+        return chat
+
+    def own_name(self, param: str) -> str:
+        return self.chat.paths.get(param) or super().own_name(param)
+
+    @cached_property
+    def completion(self) -> "Conversation":
+        """The chat from which the request is prepared. Raises ApiError (400) for an invalid block or tool."""
+        messages, last = self.chat.messages, self.messages[-1]
         continues = last.role == "assistant"
         if continues and not (last.content and getattr(last.content[-1], "type", "text") == "text"):
             text = "the last message has the role assistant and does not end with text that the model could continue"
@@ -268,9 +273,7 @@ class MessagesBody(RoutedBody):
             model=self.model,
             cache_salt=self.cache_salt,
             nvext=self.nvext,
-            messages=[],
-            turns=[_plain(turn) for turn in chat.turns],
-            refs=chat.refs,
+            messages=messages,
             thinking=self.thinking and self.thinking.type,
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -308,21 +311,10 @@ class CountTokensBody(MessagesBody):
 class Conversation(ChatBody):
     """The chat that a body of the Messages API becomes.
 
-    Attributes:
-        turns: the messages as input of `Model.render`.
-        refs: the images of the messages, in order.
-        thinking: `thinking.type` of the body.
+    `thinking` is `thinking.type` of the body.
     """
 
-    turns: list[Turn]
-    refs: list[Any]
     thinking: str | None = None
-
-    def chat(self) -> list[Turn]:
-        return self.turns
-
-    def media(self) -> list[MediaRef]:
-        return self.refs
 
     def template_arguments(self, template: str) -> dict[str, Any]:
         """Return the arguments of the chat template with this source.
@@ -340,66 +332,46 @@ class Conversation(ChatBody):
         return arguments
 
 
-class _Chat:
-    """Builds the turns of a chat from messages. A message with results of tools becomes several turns."""
-
-    def __init__(self) -> None:
-        self.turns: list[Turn] = []
-        self.refs: list[MediaRef] = []
-        self._call_ids: set[str | None] = set()
-
-    def add(self, where: str, role: str, content: Content) -> None:
-        """Add a message. Raises ApiError (400) for an invalid block."""
-        begin = len(self.turns)
-        if isinstance(content, str):
-            self.turns.append({"role": role, "content": content})
-            return
-        for path, block in _placed(where, content):
-            block.check(path, BLOCKS_OF[role], f"messages of the role {role}")
-            if block.type == "tool_result":
-                if block.tool_use_id not in self._call_ids:
-                    text = f"no earlier tool_use has the id {block.tool_use_id!r}; send the call, too"
-                    raise invalid(f"{path}.tool_use_id: {text}", f"{path}.tool_use_id")
-                parts = [{"type": "text", "text": ERROR}] if block.is_error else []
-                if isinstance(block.content, str):
-                    parts.append({"type": "text", "text": block.content})
-                else:
-                    for place, part in _placed(f"{path}.content", block.content or ()):
-                        part.check(place, ("text", "image"), "results of tools")
-                        parts.append(self._part(place, part))
-                self.turns.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": parts})
-                continue
-            if len(self.turns) == begin or self.turns[-1]["role"] == "tool":
-                self.turns.append({"role": role, "content": []})
-            turn = self.turns[-1]
-            if block.type == "thinking":
-                turn.setdefault("reasoning", []).append(block.thinking)
-            elif block.type == "tool_use":
-                self._call_ids.add(block.id)
-                function = {"name": block.name, "arguments": msgspec.json.encode(block.input).decode()}
-                turn.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
-            else:
-                turn["content"].append(self._part(path, block))
-
-    def _part(self, path: str, block: Block) -> dict[str, str]:
-        if block.source is None:
-            return {"type": "text", "text": block.text or ""}
-        self.refs.append(MediaRef("image", block.source.link(f"{path}.source"), f"{path}.source"))
-        return {"type": "image"}
+def _add(chat: ChatBuilder, where: str, role: Role, content: Content) -> None:
+    """Add a message, whose content has this path. One with results of tools becomes several messages of the chat."""
+    pieces: list[Piece] = []
+    blocks = [Block(type="text", text=content)] if isinstance(content, str) else content
+    for path, block in _checked(where, blocks, BLOCKS_OF[role], f"messages of the role {role}"):
+        match block.type:
+            case "tool_result":
+                if pieces:
+                    chat.put(role, pieces)
+                    pieces = []
+                chat.put_result(f"{path}.tool_use_id", block.tool_use_id, _result(path, block))
+            case "thinking":
+                chat.reasoning.append(block.thinking or "")
+            case "tool_use":
+                chat.call(block.id, block.name, msgspec.json.encode(block.input).decode())
+            case "text" if role == "assistant":
+                chat.texts.append(block.text or "")
+            case _:
+                pieces.append(block.piece(path))
+    if pieces:
+        chat.put(role, pieces)
+    chat.finish()
 
 
-def _plain(turn: Turn) -> Turn:
-    """Return a turn with reasoning as one text, and whose content is a text or null if it has no other part."""
-    if "reasoning" in turn:
-        turn["reasoning"] = turn["reasoning_content"] = "".join(turn["reasoning"])  # templates use either name
-    match turn["content"]:
-        case [{"text": text}]:
-            turn["content"] = text
-        case []:
-            turn["content"] = None if "tool_calls" in turn else ""
-    return turn
+def _result(where: str, block: Block) -> Iterator[Piece]:
+    if block.is_error:
+        yield Piece(ERROR)
+    if isinstance(block.content, str):
+        yield Piece(block.content)
+    else:
+        for path, part in _checked(f"{where}.content", block.content or (), ("text", "image"), "results of tools"):
+            yield part.piece(path)
 
 
-def _placed(where: str, blocks: Sequence[Block]) -> Iterator[tuple[str, Block]]:
-    """Yield blocks, each with its path."""
-    return ((f"{where}[{at}]", block) for at, block in enumerate(blocks))
+def _checked(where: str, blocks: Sequence[Block], types: Sequence[str], owner: str) -> Iterator[tuple[str, Block]]:
+    """Yield blocks, each with its path. Raises ApiError (400) for another type, or for missing or other fields."""
+    for at, block in enumerate(blocks):
+        path = f"{where}[{at}]"
+        if block.type not in types:
+            text = f"{path}: blocks of type {block.type} are not supported in {owner}; use {', '.join(types)}"
+            raise invalid(text, f"{path}.type", "unsupported_parameter")
+        require_fields(block, path, block.type, *FIELDS[block.type])
+        yield path, block

@@ -3,7 +3,6 @@
 Unsupported fields and tools are rejected by name. Source: OpenAI API reference, responses.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -13,12 +12,13 @@ from pydantic import Field, model_validator
 
 from forebay.ingress.body_limits import MESSAGES_MAX, TOOLS_MAX
 from forebay.ingress.errors import invalid
+from forebay.ingress.openai.chat_builder import ChatBuilder, Piece
 from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, at_most, optional, require_fields
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, RoutedBody
 from forebay.ingress.openai.requests import LOGPROBS_MAX, ChatBody
 from forebay.ingress.openai.sampling import JsonObject, JsonSchema, ResponseFormat, Temperature, TopP
 from forebay.ingress.openai.tools import Function, FunctionName, NamedFunction, NamedTool, Tool, ToolChoice
-from forebay.ingress.responses.items import REFERENCE, ChatBuilder, Item, Items, plain
+from forebay.ingress.responses.items import REFERENCE, Item, Items, add_item, plain
 
 RESPONSES_PATH = "/v1/responses"
 STORED_BYTES_MAX = 8 << 20  # of a record of at most 16 MiB, which has the prompt, too
@@ -28,7 +28,6 @@ METADATA_CHARS_MAX = 512
 LOGPROBS = "message.output_text.logprobs"
 # Values of `include` that have no effect: a reasoning item has its text, and input items have their images.
 INCLUDED = ("reasoning.encrypted_content", "message.input_image.image_url")
-MESSAGE = re.compile(r"messages\[(\d+)\](?:\.content)?(.*?)(?:\.url)?")
 FORMAT_FIELDS = {"json_schema": (("name", "schema_"), ("description", "strict"))}  # by type: required, optional
 
 ShortText = Annotated[str, Field(max_length=METADATA_CHARS_MAX)]
@@ -261,9 +260,9 @@ class ResponsesBody(RoutedBody):
             raise invalid(text, "input")
         chat = ChatBuilder()
         if self.instructions is not None:
-            chat.put("instructions", "system", self.instructions)
+            chat.put("system", [Piece(self.instructions)])
         for path, item in self.placed:
-            chat.add(path, item)
+            add_item(chat, path, item)
         chat.finish()
         return chat
 
@@ -306,8 +305,7 @@ class ResponsesBody(RoutedBody):
         return ResponseFormat(type=form.type, json_schema=schema)
 
     def own_name(self, param: str) -> str:
-        found = MESSAGE.fullmatch(param)
-        return super().own_name(param) if found is None else self.chat.paths[int(found[1])] + found[2]
+        return self.chat.paths.get(param) or super().own_name(param)
 
     @property
     def options(self) -> str:

@@ -4,16 +4,16 @@ Consecutive items of the assistant (reasoning, a message, calls of functions) be
 Source: OpenAI API reference, responses.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter
 
 from forebay.ingress.body_limits import MESSAGES_MAX
 from forebay.ingress.errors import invalid
+from forebay.ingress.openai.chat_builder import ChatBuilder, Piece
 from forebay.ingress.openai.fields import Body, Neutral, optional, require_fields
-from forebay.ingress.openai.requests import ContentPart, MediaUrl, Message, Role
-from forebay.ingress.openai.tools import CalledFunction, CallId, ToolCall
+from forebay.ingress.openai.tools import CallId
 
 ID_CHARS_MAX = 512  # of an item: its kind, its position, and the id of its response
 MESSAGE, CALL, RESULT, REASONING = "message", "function_call", "function_call_output", "reasoning"
@@ -113,91 +113,46 @@ def _listed(item: Item, item_id: str) -> dict[str, Any]:
     return found
 
 
-class ChatBuilder:
-    """Builds the messages of a chat from the items of a conversation.
+def add_item(chat: ChatBuilder, path: str, item: Item) -> None:
+    """Add the next item of a conversation, which has this path in the request body.
 
-    Attributes:
-        paths: path in the request body of the content of each message.
+    Raises ApiError (400) if the item, or a field of it, is not supported.
     """
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-        self.paths: list[str] = []
-        self._call_ids: set[str | None] = set()
-        # Parts of the assistant's message that is being built.
-        self._path = ""
-        self._reasoning: list[str] = []
-        self._texts: list[str] = []
-        self._calls: list[ToolCall] = []
-
-    def add(self, path: str, item: Item) -> None:
-        """Add the next item, which has this path in the request body.
-
-        Raises ApiError (400) if the item, or a field of it, is not supported.
-        """
-        if item.kind not in FIELDS_OF:  # also a reference that no stored response has replaced
-            raise invalid(f"{path}: items of type {item.kind} are not supported", path, "unsupported_parameter")
-        require_fields(item, path, item.kind, *FIELDS_OF[item.kind])
-        match item.kind:
-            case "message" if item.role != "assistant":
-                assert item.role is not None
-                self.put(f"{path}.content", item.role, item.content)
-            case "function_call_output":
-                if item.call_id not in self._call_ids:
-                    text = f"no earlier function_call has the call_id {item.call_id!r}; send the call, too"
-                    raise invalid(f"{path}.call_id: {text}", f"{path}.call_id")
-                self.put(f"{path}.output", "tool", item.output, item.call_id)
-            case "function_call":
-                self._path = self._path or path
-                function = CalledFunction(name=item.name or "", arguments=item.arguments or "")
-                self._calls.append(ToolCall(id=item.call_id or "", function=function))
-                self._call_ids.add(item.call_id)
-            case kind:
-                if self._texts or self._calls:
-                    self.finish()
-                self._path = self._path or path
-                texts = self._reasoning if kind == REASONING else self._texts
-                texts += _texts(item.content, f"{path}.content")
-
-    def put(self, path: str, role: Role, content: str | list[Part] | None, call_id: str | None = None) -> None:
-        """Add a message that is not the assistant's, whose content has this path in the request body."""
-        self.finish()
-        parts = content if isinstance(content, str) else list(_parts(content or [], path))
-        self.messages.append(Message(role=role, content=parts, tool_call_id=call_id))
-        self.paths.append(path)
-
-    def finish(self) -> None:
-        """Add the assistant's message that is being built, if there is one."""
-        if not self._path:
-            return
-        content = None if self._calls and not self._texts else "".join(self._texts)
-        reasoning, calls = "".join(self._reasoning) or None, self._calls or None
-        self.messages.append(Message(role="assistant", content=content, tool_calls=calls, reasoning_content=reasoning))
-        self.paths.append(self._path)
-        self._path, self._reasoning, self._texts, self._calls = "", [], [], []
+    if item.kind not in FIELDS_OF:  # also a reference that no stored response has replaced
+        raise invalid(f"{path}: items of type {item.kind} are not supported", path, "unsupported_parameter")
+    require_fields(item, path, item.kind, *FIELDS_OF[item.kind])
+    match item.kind:
+        case "message" if item.role is not None and item.role != "assistant":
+            chat.put(item.role, _pieces(item.content, f"{path}.content"))
+        case "function_call_output":
+            chat.put_result(f"{path}.call_id", item.call_id, _pieces(item.output, f"{path}.output"))
+        case "function_call":
+            chat.call(item.call_id, item.name, item.arguments or "")
+        case kind:
+            if chat.texts or chat.calls:
+                chat.finish()
+            texts = chat.reasoning if kind == REASONING else chat.texts
+            texts += _texts(item.content, f"{path}.content")
 
 
 def _texts(content: str | list[Part] | None, path: str) -> list[str]:
+    pieces = _pieces(content, path)
+    for piece in pieces:
+        if piece.url is not None:
+            raise invalid(f"{piece.path} is not a text, but an item of the assistant has only texts", path)
+    return [piece.text for piece in pieces]
+
+
+def _pieces(content: str | list[Part] | None, path: str) -> list[Piece]:
     if isinstance(content, str):
-        return [content]
-    parts = list(_parts(content or [], path))
-    for number, part in enumerate(parts):
-        if part.text is None:
-            raise invalid(f"{path}[{number}] is not a text, but an item of the assistant has only texts", path)
-    return [part.text or "" for part in parts]
+        return [Piece(content)]
+    return [_piece(part, f"{path}[{at}]") for at, part in enumerate(content or ())]
 
 
-def _parts(content: list[Part], path: str) -> Iterator[ContentPart]:
-    for number, part in enumerate(content):
-        yield _part(part, f"{path}[{number}]")
-
-
-def _part(part: Part, path: str) -> ContentPart:
+def _piece(part: Part, path: str) -> Piece:
     name = VALUE_OF.get(part.type)
     if name is None:
         raise invalid(f"{path}: parts of type {part.type} are not supported", path, "unsupported_parameter")
     require_fields(part, path, part.type, (name,))
     value: str = getattr(part, name)
-    if part.type == IMAGE:
-        return ContentPart(type="image_url", image_url=MediaUrl(url=value))
-    return ContentPart(type="text", text=value)
+    return Piece(url=value, path=f"{path}.{name}") if part.type == IMAGE else Piece(value)
