@@ -17,6 +17,7 @@ COMMANDS: dict[str, dict[str, str | Subcommands]] = {
     "Run a system": {
         "up": "processes.command:UpCommand",
         "ingress": "processes.command:IngressCommand",
+        "picker": "processes.command:PickerCommand",
         "router": "processes.command:RouterCommand",
         "worker": "processes.command:WorkerCommand",
         "serve": "processes.command:ServeCommand",

@@ -66,7 +66,7 @@ async def run(settings: IngressProcessSettings) -> None:
         await _serve(settings, model, listener, hosts, explainer)
 
 
-class _IngressLeases:
+class IngressLeases:
     """Redis leases of an ingress, one per model, so that owners notice its death."""
 
     def __init__(self, keeper: LeaseKeeper, settings: IngressSettings) -> None:
@@ -123,7 +123,7 @@ async def _serve(
         metrics = IngressMetrics(registry, None if model is None else settings.model_name)
         front = Front(log, settings, metrics, await log.end(TOKENS.name, slot), model)
         keeper = LeaseKeeper(leases_at(cluster.redis_url, cluster.kafka.namespace, "ingress"))
-        leases = _IngressLeases(keeper, settings)
+        leases = IngressLeases(keeper, settings)
         with tempfile.TemporaryDirectory(prefix="forebay-models-") as folder:
             models = ServedModels(front, directory, store, Path(folder), leases.hold, model=model)
             registry.register(HeartbeatMetrics(models.presences))
@@ -139,7 +139,7 @@ async def _serve(
             api = KafkaApi(log, models, KafkaApiMetrics(registry), counts.replies)
 
             async def serve() -> None:
-                await _until_known(models)
+                await until_known(models)
                 await serve_http(app, front, listener, endpoint, drain_s, started)
 
             keeper.start()
@@ -169,7 +169,7 @@ async def _report_waits(models: ServedModels, ingress_id: str) -> None:
             complain(f"ingress {ingress_id} is not ready: {why}")
 
 
-async def _until_known(models: ServedModels) -> None:
+async def until_known(models: ServedModels) -> None:
     """Wait until the ingress has read the heartbeats of the owners. Without any, wait for as long as an owner may miss.
 
     Clients that connect meanwhile wait in the backlog of the listening socket. Otherwise the first requests would get

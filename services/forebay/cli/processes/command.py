@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from forebay.cli.common.cluster_options import LOOPBACK, ClusterOptions, MetricsPortOption, ServiceOptions
@@ -342,6 +342,33 @@ class IngressCommand:
     drain_s: DrainOption = 60.0
     access_log: AccessLogOption = True
     http: HttpOptions
+    logs: LoggingOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickerCommand:
+    """Run an external processor, by which Envoy sends each request to the server that the router selects.
+
+    All models are served whose workers represent servers (`forebay worker --upstream`). Requires gRPC: pip install
+    'forebay[picker]'.
+    """
+
+    RUN: ClassVar = "processes.picker:run_picker"
+    BASIC: ClassVar = "kafka redis namespace port host fallback picker_id metrics_port config"
+    REQUIRES: ClassVar = ("picker", "grpc")
+
+    addresses: ClusterOptions
+    port: Annotated[int, Option(min=1, max=65535, help="gRPC port.")] = 9002
+    host: Annotated[str, Option(help="Address to listen on, also for metrics. It has no authentication.")] = LOOPBACK
+    metrics_port: MetricsPortOption = None
+    picker_id: Annotated[str, Option("--id", help="Unique picker id. Default: host name and process id.")] = ""
+    fallback: Annotated[
+        Literal["random", "503"],
+        Option(help="Without a router, send requests to a random ready server, or reject them with status 503."),
+    ] = "random"
+    body_bytes_max: Annotated[int, _bytes_max("without")] = TEXT_BYTES_MAX
+    timeout_s: Annotated[float, Option(min=0.001, max=86_400, help="Timeout of a request in seconds.")] = 600.0
+    drain_s: DrainOption = 60.0
     logs: LoggingOptions
 
 

@@ -40,23 +40,28 @@ class BodyReader(AbstractContextManager["BodyReader"]):
         Raises ApiError: 413 above a limit of one body, 503 if all bodies together would exceed `BodyMemory.bytes_max`.
         Raises ClientDisconnect if the client disconnected before it sent the whole body.
         """
-        limits, memory = self._memory.limits, self._memory
+        limits = self._memory.limits
         _require_declared(request, limits)
         parts, size = [], 0
         async for part in _parts(request, limits.bytes_max):
             size += len(part)
-            if size > limits.bytes_max:
-                raise limits.too_large()
-            if size > SMALL_BYTES:
-                if memory.held + size - self._held > memory.bytes_max:
-                    text = f"bodies in flight take {memory.held:,} of {memory.bytes_max:,} bytes; try again later"
-                    raise ApiError(503, "overloaded", text)
-                memory.held += size - self._held
-                self._held = size
+            self.hold(size)
             parts.append(part)
         raw = b"".join(parts).removeprefix(BOM)
         limits.require(raw)
         return raw
+
+    def hold(self, size: int) -> None:
+        """Count a body of which `size` bytes were read so far. Raises ApiError as `read`."""
+        memory = self._memory
+        if size > memory.limits.bytes_max:
+            raise memory.limits.too_large()
+        if size > SMALL_BYTES:
+            if memory.held + size - self._held > memory.bytes_max:
+                text = f"bodies in flight take {memory.held:,} of {memory.bytes_max:,} bytes; try again later"
+                raise ApiError(503, "overloaded", text)
+            memory.held += size - self._held
+            self._held = size
 
 
 async def read_body(request: Request, bytes_max: int) -> bytes:
