@@ -140,7 +140,7 @@ class ReplySlot(Follower):
 
     async def _catch_up(self) -> None:
         while self._waiting:
-            views, self._waiting = self._waiting, []
+            views: list[View] = []
             try:
                 await self._read_history(views)
             except LogError as error:
@@ -149,28 +149,32 @@ class ReplySlot(Follower):
             self._arrived = None
 
     async def _read_history(self, views: "list[View]") -> None:
-        """Fill views with the records before the live position, as far as they need these, and let them join there."""
+        """Fill views with the records before the live position, until their responses have ended; then let them join.
+
+        Views that wait when a page was read join the pass if they begin in this page or later. They are added to
+        `views`.
+        """
         history: dict[str, Layers] = {}
         arrived = self._arrived = list[TokenEvent]()  # during the pass, because the log may grow as fast as it is read
         until = self.position
-        begin = at = await self._log.begin(TOKENS.name, self.number)
-        for view in views:
-            history.setdefault(view.group, Layers()).add(view.streams)
-            if view.offset < begin:
-                view.interrupt(EXPIRED)
-        while unread := [view for view in views if not view.has_ended and max(at, view.offset) < until]:
-            at = max(at, min(view.offset for view in unread))
+        begin = await self._log.begin(TOKENS.name, self.number)
+        at = max(begin, min(view.offset for view in self._waiting))
+        self._admit(at, begin, views, history)
+        while views and at < until:
             records = await self._log.read(TOKENS.name, self.number, at, min(READ_MAX, until - at))
+            self._admit(at, begin, views, history)
             for record in records:
                 event = decode_output(record, self.on_undecodable) if record.offset < until else None
                 if event is not None and event.group in history:
                     history[event.group].apply(event, event.group)
-            at = records[-1].offset + 1 if records else until
-            for view in unread:
+            at = min(until, records[-1].offset + 1) if records else until
+            for view in views:
                 if view.has_ended:
                     view.caught_up.set()
                 elif at - view.offset >= HISTORY_MAX:
                     view.interrupt(UNREACHABLE)
+            views[:] = [view for view in views if not view.has_ended]
+            at = max(at, min((view.offset for view in views), default=until))
             await asyncio.sleep(0)
         # A client may have read records at another ingress that this one has not dispatched yet.
         await self.reach(await self._log.end(TOKENS.name, self.number))
@@ -181,6 +185,18 @@ class ReplySlot(Follower):
             if not view.has_ended:
                 self.reader(view.group).layers.add(view.streams)
             view.caught_up.set()
+
+    def _admit(self, at: int, begin: int, views: "list[View]", history: "dict[str, Layers]") -> None:
+        """Move waiting views that begin at an offset or later to a pass. Interrupt those before the first record."""
+        waiting, self._waiting = self._waiting, []
+        for view in waiting:
+            if view.offset < begin:
+                view.interrupt(EXPIRED)
+            elif view.offset < at:
+                self._waiting.append(view)
+            else:
+                history.setdefault(view.group, Layers()).add(view.streams)
+                views.append(view)
 
     def interrupt_all(self, reason: str) -> None:
         """Interrupt every request, view, route query and command in flight."""
