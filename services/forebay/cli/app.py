@@ -25,7 +25,7 @@ COMMANDS: dict[str, dict[str, str | Subcommands]] = {
     "Look": {
         "status": "command:StatusCommand",
         "explain": "replay.command:ExplainCommand",
-        "console": "console.command:ConsoleCommand",
+        "console": "command:ConsoleCommand",
         "topics": Subcommands(
             "Show the records of a log, and manage the topics of a broker.",
             {
@@ -60,13 +60,13 @@ COMMANDS: dict[str, dict[str, str | Subcommands]] = {
         "fit": "simulate.command:FitCommand",
         "profile": Subcommands(
             "Measure a live worker.",
-            {"run": "profiler.command:ProfileRunCommand"},
+            {"run": "command:ProfileRunCommand"},
         ),
         "workload": Subcommands(
             "Inspect and convert workloads.",
             {"show": "simulate.command:WorkloadShowCommand", "convert": "simulate.command:WorkloadConvertCommand"},
         ),
-        "trace": "trace.command:TraceCommand",
+        "trace": "command:TraceCommand",
         "produce": "command:ProduceCommand",
     },
     "Operate": {

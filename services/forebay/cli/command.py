@@ -1,8 +1,9 @@
-"""Commands whose code is in this folder."""
+"""Commands of one module each."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from forebay.cli.common.cluster_options import KafkaOptions, ServiceOptions, TopicPlanOptions
 from forebay.cli.common.credentials import ClientKeyOption
@@ -358,3 +359,120 @@ class ConfigCommand:
         list[str] | None, Argument("[SUBCOMMAND] [OPTIONS]", takes_options=True, help="Its subcommand and its options.")
     ] = None
     json: JsonOption = False
+
+
+CONCURRENCY_MAX = 4_000  # a system that falls behind delays the trace instead of exhausting sockets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceCommand:
+    """Play a recorded or synthetic workload into a running system.
+
+    Exits 1 if a request failed, 2 if the system does not respond at the start. Ctrl-C prints the results so far and
+    exits 130.
+    """
+
+    RUN: ClassVar = "trace.run:run_trace"
+
+    workload: Annotated[str, Argument(help="A file, or synthetic:SETTINGS. See docs/workloads.md.")]
+    speed: Annotated[
+        float, Option(min=0.001, max=1e6, help="Divide the times between arrivals by this number. Think times stay.")
+    ] = 1.0
+    url: Annotated[
+        list[str] | None,
+        Option(
+            metavar="URL", help="URL of the running system. Repeatable; the URLs share the requests.", default_text=URL
+        ),
+    ] = None
+    api_key: ClientKeyOption = None
+    duration_s: Annotated[float | None, Option(min=0.001, help="Play only the first SECONDS of the workload.")] = None
+    max_concurrency: Annotated[
+        int, Option(min=1, max=CONCURRENCY_MAX, help="Maximum number of requests in flight.")
+    ] = CONCURRENCY_MAX
+    skip_bad_rows: Annotated[
+        bool, Option("--skip-bad-rows", help="Skip and count unusable rows instead of failing.")
+    ] = False
+    json: JsonOption = False
+
+
+PROFILED_TOKENS_MAX = 1 << 22
+PROFILED_CONCURRENCY_MAX = 4_096
+PROFILED_VALUES_MAX = 64
+NUMBER = re.compile(r"[1-9][0-9]{0,6}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRunCommand:
+    """Measure TTFT, inter-token latency and throughput of a live worker.
+
+    The worker must serve no other requests meanwhile. The file is written after each point: the same command continues
+    an interrupted run. Exits 1 if the system stops serving requests.
+    """
+
+    RUN: ClassVar = "profiler.run:run_profile"
+
+    out: Annotated[Path, Option("--out", short="-o", help="JSON file for the measured points.")]
+    url: Annotated[str, Option(help="URL of the running system.")] = URL
+    api_key: ClientKeyOption = None
+    model: Annotated[str, Option(metavar="NAME", help="Model name in the API, if there are several.")] = ""
+    worker: Annotated[
+        str, Option(help="Id of the worker, if there are several; requires an ingress with --routing-hints.")
+    ] = ""
+    role: Annotated[
+        Literal["aggregated", "prefill", "decode"], Option(help="Stages of requests that the worker computes.")
+    ] = "aggregated"
+    isl: Annotated[str, Option(metavar="N,N,...", help="Prompt lengths in tokens.")] = "128,512,2048,8192"
+    context: Annotated[str, Option(metavar="N,N,...", help="Context lengths of decode in tokens.")] = "512,2048,8192"
+    concurrency: Annotated[str, Option(metavar="N,N,...", help="Numbers of concurrent requests of decode.")] = (
+        "1,4,16,64"
+    )
+    output_tokens: Annotated[int, Option(min=8, max=4_096, help="Output tokens per request to measure decode.")] = 64
+    repeats: Annotated[int, Option(min=1, max=100, help="Measurements per point; the median counts.")] = 3
+    timeout_s: Annotated[float, Option(min=0.1, max=86_400, help="Seconds after which a point is left out.")] = 300.0
+
+
+CONSOLE_PORT = 8100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsoleCommand:
+    """Serve a web page that shows a log, live or at any moment of the past.
+
+    The console follows the log and writes nothing to it. LOG may be the log of a running `forebay up`.
+    """
+
+    RUN: ClassVar = "console.run:run_console"
+
+    recording: Recording
+    port: Annotated[int, Option(min=1, max=65535, help="HTTP port.")] = CONSOLE_PORT
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1"
+    allow_host: Annotated[list[str] | None, Option(help="Additional allowed value of the Host header. Repeatable.")] = (
+        None
+    )
+    ssl_certfile: Annotated[Path | None, Option(help="Serve HTTPS with this certificate, a PEM file.")] = None
+    ssl_keyfile: Annotated[
+        Path | None, Option(help="Private key of the certificate. Default: the key in --ssl-certfile.")
+    ] = None
+    token_file: Annotated[
+        Path | None,
+        Option(
+            help="File with the token that clients must send. Default: environment variable FOREBAY_CONSOLE_TOKEN, or a"
+            " random token.",
+            has_variable=False,  # FOREBAY_TOKEN_FILE names the token of the admin API
+        ),
+    ] = None
+    ingress: Annotated[
+        str | None,
+        Option(
+            "--url",
+            metavar="URL",
+            help="Ingress with an admin API, through which operators change the system.",
+            has_variable=False,  # a variable for `status` must not attach a console of a recording to a live system
+        ),
+    ] = None
+    cache_dir: Annotated[
+        Path | None,
+        Option(help="Folder for the catalog. Default: the folder of LOG; with --kafka, the user's cache folder."),
+    ] = None
+    allow_policy: AllowPolicyOption = None
+    logs: LoggingOptions

@@ -8,8 +8,10 @@ class ConfigError(Exception):
     """An option or a configuration is invalid. The message is one line: what is wrong and what to do."""
 
 
-def cause_of(error: BaseException) -> BaseException:
-    """Return the first error of an exception group, or the error itself."""
+def cause_of(error: BaseException, kind: type[Exception] = Exception) -> BaseException:
+    """Return the first error of an exception group, of this kind if there is one, or the error itself."""
+    if isinstance(error, BaseExceptionGroup):
+        error = error.subgroup(kind) or error
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

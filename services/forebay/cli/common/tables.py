@@ -11,7 +11,7 @@ from typing import Any
 import click
 import msgspec
 from rich.box import SIMPLE
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
@@ -116,46 +116,26 @@ def span(us: int) -> str:
 
 
 class WholeWordsConsole(Console):
-    """Console that never breaks a line within a word, also in the cells of tables."""
+    """Console that never breaks a line within a word, also in the cells of tables. Only long words exceed its width."""
 
     def print(self, *objects: Any, **settings: Any) -> None:
-        """Print `objects`. Tables get column widths that suit the terminal. Only long words exceed its width."""
         own = self.width
-        options = self.options.update(width=COLUMNS_MAX, markup=settings.get("markup"))
-        parts = [part for one in objects for part in (one.renderables if isinstance(one, Group) else [one])]
-        self.width = max([own, *(_fitted(self, options, part, own) for part in parts)])
+        for part in [part for one in objects for part in (one.renderables if isinstance(one, Group) else [one])]:
+            if isinstance(part, Table):
+                self.width = max(self.width, self._least_width(part))
         try:
-            super().print(*objects, **settings)
+            super().print(*objects, overflow="ignore", crop=False, **settings)
         finally:
             self.width = own
 
+    def _least_width(self, table: Table) -> int:
+        """Make each column as wide as its longest word, and return the width that the table needs."""
 
-def _fitted(console: Console, options: ConsoleOptions, part: Any, room: int) -> int:
-    """Return the least width of a text or table. The columns of a table get widths that fit into `room` if possible."""
-    if not isinstance(part, Table):
-        return Measurement.get(console, options, part).minimum
-    ranges = []
-    for column in part.columns:
-        cells = [*column.cells, *([column.header] if part.show_header else [])]
-        found = [Measurement.get(console, options, cell) for cell in cells]
-        most = max((one.maximum for one in found), default=0)
-        least = most if column.no_wrap else max((one.minimum for one in found), default=0)
-        ranges.append((least, most) if column.width is None else (column.width, column.width))
-    borders = Measurement.get(console, options, part).maximum - sum(most for _, most in ranges)
-    widths = _widths(ranges, room - borders)
-    for column, width in zip(part.columns, widths, strict=True):
-        column.width = width
-    part.min_width = 0 if part.title is None else Measurement.get(console, options, part.title).minimum
-    return max(part.min_width, borders + sum(widths))
+        def measured(part: Any) -> Measurement:
+            return Measurement.get(self, self.options.update(width=COLUMNS_MAX), part)
 
-
-def _widths(ranges: Sequence[tuple[int, int]], room: int) -> list[int]:
-    """Return a width within each of `ranges`: its least value, and an equal share of what then remains of `room`."""
-    widths = [least for least, _ in ranges]
-    spare = max(0, room - sum(widths))
-    order = sorted(range(len(ranges)), key=lambda at: ranges[at][1] - ranges[at][0])
-    for place, at in enumerate(order):
-        least, most = ranges[at]
-        widths[at] += min(most - least, spare // (len(order) - place))
-        spare -= widths[at] - least
-    return widths
+        table.min_width = 0 if table.title is None else measured(table.title).minimum
+        for column in table.columns:
+            cells = map(measured, [*column.cells, *([column.header] if table.show_header else [])])
+            column.min_width = max((one.maximum if column.no_wrap else one.minimum for one in cells), default=0)
+        return measured(table).minimum

@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 import click
 import msgspec
 
+from forebay.cli.command import ConsoleCommand
 from forebay.cli.common.credentials import read_text, require_token
 from forebay.cli.common.errors import explained, fail, run_service
 from forebay.cli.common.logs import LoggingOptions
 from forebay.cli.common.tables import bar
-from forebay.cli.console.command import ConsoleCommand
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.cli.policies.alternative import FIELDS
 from forebay.console.app import serve_console, tls_of

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
+from forebay.cli.command import CONSOLE_PORT
 from forebay.cli.common.cluster_options import LOOPBACK, ClusterOptions, MetricsPortOption, ServiceOptions
 from forebay.cli.common.credentials import (
     FILE_BYTES_MAX,
@@ -17,7 +18,6 @@ from forebay.cli.common.credentials import (
 )
 from forebay.cli.common.logs import AccessLogOption, LoggingOptions
 from forebay.cli.common.options import Argument, Option
-from forebay.cli.console.command import PORT as CONSOLE_PORT
 from forebay.cli.policies.allowed import AllowPolicyOption
 from forebay.cli.policies.router_options import RouterOptions
 from forebay.cli.processes.engine_options import EngineOptions

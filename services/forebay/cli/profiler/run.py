@@ -16,11 +16,17 @@ import msgspec
 import uvloop
 from rich.table import Table
 
+from forebay.cli.command import (
+    NUMBER,
+    PROFILED_CONCURRENCY_MAX,
+    PROFILED_TOKENS_MAX,
+    PROFILED_VALUES_MAX,
+    ProfileRunCommand,
+)
 from forebay.cli.common.credentials import client_headers
 from forebay.cli.common.errors import BROKEN, explained, fail
 from forebay.cli.common.failures import advice, status_failure
 from forebay.cli.common.tables import counting_bar, results, table
-from forebay.cli.profiler.command import CONCURRENCY_MAX, NUMBER, TOKENS_MAX, VALUES_MAX, ProfileRunCommand
 from forebay.cli.profiler.profile_file import (
     GridPoint,
     LeftOut,
@@ -221,10 +227,10 @@ def run_profile(options: ProfileRunCommand) -> None:
     with explained():
         headers = client_headers(options.api_key)
         prompts, contexts = (
-            _numbers("--isl", options.isl, TOKENS_MAX),
-            _numbers("--context", options.context, TOKENS_MAX),
+            _numbers("--isl", options.isl, PROFILED_TOKENS_MAX),
+            _numbers("--context", options.context, PROFILED_TOKENS_MAX),
         )
-        concurrencies = _numbers("--concurrency", options.concurrency, CONCURRENCY_MAX)
+        concurrencies = _numbers("--concurrency", options.concurrency, PROFILED_CONCURRENCY_MAX)
         if options.role != "prefill" and contexts[0] <= options.output_tokens:
             raise ConfigError(f"--context {contexts[0]} must exceed --output-tokens {options.output_tokens}")
         if not options.out.parent.is_dir():
@@ -251,8 +257,8 @@ def _numbers(option: str, text: str, most: int) -> tuple[int, ...]:
         if not NUMBER.fullmatch(word) or int(word) > most:
             raise ConfigError(f"{option} {text}: {word!r} is not a number from 1 to {most:,}")
         numbers.add(int(word))
-    if len(numbers) > VALUES_MAX:
-        raise ConfigError(f"{option}: {len(numbers)} numbers; give at most {VALUES_MAX}")
+    if len(numbers) > PROFILED_VALUES_MAX:
+        raise ConfigError(f"{option}: {len(numbers)} numbers; give at most {PROFILED_VALUES_MAX}")
     return tuple(sorted(numbers))
 
 

@@ -8,12 +8,13 @@ from typing import Any
 import click
 import uvloop
 
+from forebay.cli.command import TraceCommand
 from forebay.cli.common.credentials import client_headers
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.survey import print_survey
 from forebay.cli.common.tables import counting_bar, print_result, results, table
+from forebay.cli.control.client import URL
 from forebay.cli.trace.client import NoSystem, TraceOutcome, play
-from forebay.cli.trace.command import URL, TraceCommand
 from forebay.processes.notices import complain
 from forebay.simulate.outcome import percentiles
 from forebay.simulate.reading import open_workload

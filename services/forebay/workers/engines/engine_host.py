@@ -18,6 +18,7 @@ import uvloop
 
 from forebay.engine_model.steps import EngineLoad, Stored
 from forebay.events.fleet import WorkerSpec
+from forebay.runtime.errors import cause_of
 from forebay.workers.engine import EngineBatch, EngineError, EngineRefused, KvEngine, one_line
 from forebay.workers.engines.engine_process import HOST, frame, read_frame
 from forebay.workers.engines.settings import EngineSettings
@@ -131,9 +132,7 @@ class _Host:
 
 def _portable(error: BaseException) -> Exception:
     """Return an error that the other process can raise, which may not have the packages of the engine."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.subgroup(EngineError) or error
-        error = error.exceptions[0]
+    error = cause_of(error, EngineError)
     if isinstance(error, EngineError | EngineRefused):
         return type(error)(str(error))
     logging.getLogger(HOST).error("the engine failed unexpectedly", exc_info=error)

@@ -38,6 +38,7 @@ from forebay.events.requests import Task
 from forebay.events.tokens import ResponseError, TokenLogprob
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
+from forebay.runtime.errors import cause_of
 from forebay.workers.engine import CacheChange, EngineError, EngineRefused, Publish, one_line
 from forebay.workers.engines.kv_descriptor import KeptKv, Unfetchable, offered
 from forebay.workers.engines.loras import LoraAdapter, Loras
@@ -249,7 +250,7 @@ class ModelEngine(ABC):
                 tasks.create_task(self._pump(publish))
         except BaseExceptionGroup as group:
             if (known := group.subgroup(EngineError)) is not None:
-                raise _first(known) from group
+                raise cause_of(known) from group
             raise
 
     async def _pump(self, publish: Publish) -> None:
@@ -589,14 +590,6 @@ class ModelEngine(ABC):
     def collectors(self) -> Sequence[Collector]:
         totals = {rank: cache.totals for rank, cache in self._caches.items()}
         return (PrefixedMetrics(*self.METRICS), KvEventMetrics(self._worker_id, totals))
-
-
-def _first(group: BaseExceptionGroup[EngineError]) -> EngineError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, EngineError)
-    return error
 
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"  # directory in which other processes of an engine write their metrics

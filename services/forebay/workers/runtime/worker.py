@@ -37,6 +37,7 @@ from forebay.events.progress import EngineFailed
 from forebay.events.tokens import ResponseError
 from forebay.events.topics import FLEET, PROGRESS, work_topic
 from forebay.events.work import AnyWorkEvent, ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
+from forebay.runtime.errors import cause_of
 from forebay.transport.base import Draft, Log, LogError, Record, Tail, event_of
 from forebay.transport.dead_letters import dead_letter
 from forebay.transport.patience import until_available
@@ -517,10 +518,7 @@ async def report_failure(
 
     `worker_epoch` is None if the worker was not a member of the fleet.
     """
-    if isinstance(error, BaseExceptionGroup):
-        error = error.subgroup(EngineError) or error
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    error = cause_of(error, EngineError)
     if not isinstance(error, EngineError):
         return
     event = EngineFailed(
