@@ -42,6 +42,7 @@ def test_a_message_and_a_stream_have_the_same_content(client: anthropic.Anthropi
     fields: Any = {"messages": HELLO, "max_tokens": 8, "system": "Be brief.", "extra_body": {"temperature": 0.0}}
     whole = checked(client.messages.create(model=NAME, **fields))
     assert (whole.stop_reason, whole.usage.output_tokens, whole.id[:4]) == ("max_tokens", 8, "msg_")
+    assert whole.id.startswith(whole._request_id)
     assert len(whole.content[0].text.split()) == 8
     stream = streamed(client, **fields)
     assert (stream.content[0].text, stream.stop_reason) == (whole.content[0].text, "max_tokens")
@@ -93,6 +94,14 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
 def test_models_are_listed(client: anthropic.Anthropic) -> None:
     assert [model.id for model in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).id == NAME
+
+
+def test_a_reused_key_is_not_sent_again(client: anthropic.Anthropic) -> None:
+    fields: Any = {"model": NAME, "messages": HELLO, "extra_headers": {"Idempotency-Key": "k"}}
+    client.messages.create(max_tokens=1, **fields)
+    with pytest.raises(anthropic.ConflictError) as caught:
+        client.with_options(max_retries=2).messages.create(max_tokens=2, **fields)
+    assert caught.value.request.headers["x-stainless-retry-count"] == "0"
 
 
 def test_errors_have_their_class_and_code(client: anthropic.Anthropic) -> None:

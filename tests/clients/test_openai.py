@@ -77,6 +77,7 @@ def test_a_background_response_is_retrieved_streamed_cancelled_and_deleted(clien
     created = checked(client.responses.create(**fields, max_output_tokens=20))
     events = [checked(event) for event in client.responses.retrieve(created.id, stream=True)]
     *_, last = events
+    assert [event.type for event in events[:3]] == ["response.created", "response.queued", "response.in_progress"]
     assert len(last.response.output_text.split()) == 20
     after = events[5].sequence_number
     rest = client.responses.retrieve(created.id, stream=True, starting_after=after)

@@ -7,10 +7,14 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 
-def validated(kind: Any, value: Any) -> Any:
-    """Return a JSON value as the type `kind` of a client. Raises if a field is missing, invalid or unknown."""
+def validated(kind: Any, value: Any, *extensions: str) -> Any:
+    """Return a JSON value as the type `kind` of a client. Raises if a field is missing, invalid or unknown.
+
+    `extensions` are unknown fields that are allowed.
+    """
     found = _adapter(kind).validate_python(value)
-    unknown = list(_unknown(found, kind.__name__ if isinstance(kind, type) else ""))
+    names = _unknown(found, kind.__name__ if isinstance(kind, type) else "")
+    unknown = [name for name in names if name.rpartition(".")[2] not in extensions]
     assert not unknown, f"the client does not know {', '.join(unknown)}"
     return found
 

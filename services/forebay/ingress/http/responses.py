@@ -115,23 +115,19 @@ async def with_history(body: ResponsesBody, finder: RequestFinder, group: GroupC
     Raises ApiError if one of their responses is unknown, has not finished, or is of another model.
     """
     previous = body.previous_response_id
-    owners = {item.id: response_of(item.id) for _, item in body.placed if item.kind == REFERENCE and item.id}
-    wanted = {owner: "input" for owner in owners.values() if owner is not None}
+    referred = [item.id for _, item in body.placed if item.kind == REFERENCE and item.id]
+    wanted = {owner: "input" for owner in map(response_of, referred) if owner is not None}
     if previous is not None:
         wanted[previous] = "previous_response_id"
-    if not wanted and not owners:
+    if previous is None and not referred:
         return body
     if len(wanted) > REFERRED_MAX:
         raise invalid(f"the items refer to {len(wanted)} responses; the limit is {REFERRED_MAX}", "input")
     reads = [_conversation(finder, response_id, param, group) for response_id, param in wanted.items()]
     found = dict(zip(wanted, await asyncio.gather(*reads), strict=True))
-    items: dict[str, Item] = {}
-    for item_id, owner in owners.items():
-        output = [] if owner is None else found[owner].output
-        item = next((item for item in output if item.id == item_id), None)
-        if item is None:
-            raise _unknown(item_id, "input")
-        items[item_id] = item
+    items = {item.id: item for one in found.values() for item in one.output if item.id}
+    if unknown := [item_id for item_id in referred if item_id not in items]:
+        raise _unknown(unknown[0], "input")
     history = [] if previous is None else [*found[previous].input, *found[previous].output]
     return body.continued(history, items, sum(one.size_bytes for one in found.values()))
 

@@ -429,7 +429,5 @@ def _part(part: ContentPart, where: str) -> str | MediaRef:
     value = getattr(part, part.type)
     if isinstance(value, str):
         return value
-    reject_extra(value, f"{where}.{part.type}.")
-    if value.url is None:
-        raise invalid(f"{where}.{part.type}.url is missing", f"{where}.{part.type}.url")
+    require_fields(value, f"{where}.{part.type}", part.type, ("url",))
     return MediaRef("image" if part.type == "image_url" else "video", value.url, f"{where}.{part.type}.url")
