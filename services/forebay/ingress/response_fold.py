@@ -63,6 +63,8 @@ class ResponseFold(ABC):
         self.is_over = False
         self.error: ApiError | None = None
         self._failed_at: int | None = None
+        self._missing = rendering.parts  # number of parts that are not over
+        self._events: list[StreamEvent] = []  # of the current step
 
     @property
     def client_id(self) -> str:
@@ -97,9 +99,8 @@ class ResponseFold(ABC):
         if self.is_over or self.is_part_over(index):
             return []
         token_ids, logprobs = state.take(before)
-        events: list[StreamEvent] = []
         try:
-            self._push(events, state, index, token_ids, logprobs)
+            self._push(state, index, token_ids, logprobs)
             if has_end and not self.is_part_over(index):
                 if state.gap:
                     lost = f"output tokens after the first {state.next_index} were lost; send the request again"
@@ -108,9 +109,10 @@ class ResponseFold(ABC):
                     if (error := state.ended.error) is not None:
                         after_s = error.retry_after_s or RETRY_AFTER_S
                         raise ApiError(error.status, error.code, error.message, retry_after_s=after_s)
-                    self._end(events, state, index, state.ended)
+                    self._end(state, index, state.ended)
         except ApiError as error:  # also of a parser, or for a vector that is too short
             self.fail(error, index)
+        events, self._events = self._events, []
         return events
 
     def fail(self, error: ApiError, index: int | None = None) -> None:
@@ -130,17 +132,12 @@ class ResponseFold(ABC):
         """Return whether the output of the choice or input at this position is complete."""
 
     def _push(  # noqa: B027 - tokens are no part of an embedding
-        self,
-        events: list[StreamEvent],
-        state: ResponseState,
-        index: int,
-        token_ids: list[int],
-        logprobs: list[TokenLogprob | None],
+        self, state: ResponseState, index: int, token_ids: list[int], logprobs: list[TokenLogprob | None]
     ) -> None:
         """Add the events for new output. Set `is_over` after the last one. Raises ApiError for unusable output."""
 
     @abstractmethod
-    def _end(self, events: list[StreamEvent], state: ResponseState, index: int, ended: ResponseEnded) -> None:
+    def _end(self, state: ResponseState, index: int, ended: ResponseEnded) -> None:
         """Add the events for the successful end of a request on the log. Raises ApiError if its output is missing."""
 
 
@@ -174,7 +171,6 @@ class CompletionFold(ResponseFold):
     def __init__(self, first: RequestSubmitted, rendering: Rendering, composers: Sequence[Composer]) -> None:
         super().__init__(first, rendering)
         self._choices = [_Choice(composer) for composer in composers]
-        self._missing = len(composers)
 
     def begin(self, response_id: str) -> list[StreamEvent]:
         self.formatter = FORMATTERS[self.rendering.api](self.rendering, response_id)
@@ -191,12 +187,7 @@ class CompletionFold(ResponseFold):
         return self._placed(self._failed_at, events)
 
     def _push(
-        self,
-        events: list[StreamEvent],
-        state: ResponseState,
-        index: int,
-        token_ids: list[int],
-        logprobs: list[TokenLogprob | None],
+        self, state: ResponseState, index: int, token_ids: list[int], logprobs: list[TokenLogprob | None]
     ) -> None:
         choice = self._choices[index]
         composer = choice.composer
@@ -210,24 +201,24 @@ class CompletionFold(ResponseFold):
             choice.position += 1
             choice.part = 0
             self.output_tokens += 1
-            self._add(events, index, composer.push([token_id], logprobs[at] if at < known else None))
+            self._add(index, composer.push([token_id], logprobs[at] if at < known else None))
             if composer.stop:
                 served = state.served_at(choice.position - 1)
                 info = ServingInfo(self.ids[index], *served[1:], composer.stop)
-                self._close(events, index, "stop", info)
+                self._close(index, "stop", info)
                 return
 
-    def _end(self, events: list[StreamEvent], state: ResponseState, index: int, ended: ResponseEnded) -> None:
+    def _end(self, state: ResponseState, index: int, ended: ResponseEnded) -> None:
         assert ended.usage is not None, "a response ends with its usage or an error"
         choice = self._choices[index]
         if not index % self.rendering.choices_per_prompt:  # the choices of a prompt share it, so it counts once
             self.cached_tokens += ended.usage.cached_tokens
-        self._add(events, index, choice.composer.finish())
+        self._add(index, choice.composer.finish())
         reason = "content_filter" if ended.filtered else ended.finish_reason
         info = ServingInfo(self.ids[index], state.worker_id, state.rank, state.attempt, state.prefilled)
-        self._close(events, index, reason, info)
+        self._close(index, reason, info)
 
-    def _add(self, events: list[StreamEvent], index: int, delta: OutputDelta) -> None:
+    def _add(self, index: int, delta: OutputDelta) -> None:
         """Add the events of a delta, none for an empty one after the first. Without a stream, keep the delta."""
         choice = self._choices[index]
         if not self.stream:
@@ -235,9 +226,9 @@ class CompletionFold(ResponseFold):
         elif delta or not choice.has_delta:
             choice.has_delta = True
             found = self.formatter.delta(index, delta)
-            events += self._placed(index, found, counts=self.formatter.counts_each_event)
+            self._events += self._placed(index, found, counts=self.formatter.counts_each_event)
 
-    def _close(self, events: list[StreamEvent], index: int, reason: str, served: ServingInfo) -> None:
+    def _close(self, index: int, reason: str, served: ServingInfo) -> None:
         choice, formatter = self._choices[index], self.formatter
         reason = choice.composer.reason(reason)
         choice.whole = WholeChoice(choice.deltas, reason, served)
@@ -245,12 +236,12 @@ class CompletionFold(ResponseFold):
         self.is_over = not self._missing
         if self.stream:
             found = formatter.close(index, reason, served)
-            events += self._placed(index, found, counts=formatter.counts_each_event)
+            self._events += self._placed(index, found, counts=formatter.counts_each_event)
             if self.is_over:
-                events += self._placed(index, formatter.finish(self._usage()))
+                self._events += self._placed(index, formatter.finish(self._usage()))
         elif self.is_over:
             choices = [one.whole for one in self._choices if one.whole is not None]
-            events.append(StreamEvent(formatter.whole(choices, self._usage())))
+            self._events.append(StreamEvent(formatter.whole(choices, self._usage())))
 
     def _placed(self, index: int, events: Sequence[StreamEvent], *, counts: bool = False) -> list[StreamEvent]:
         """Return the next events of a choice with their ids, and with the token counts so far if these are wanted."""
@@ -273,18 +264,17 @@ class EmbeddingFold(ResponseFold):
     def __init__(self, first: RequestSubmitted, rendering: Rendering) -> None:
         super().__init__(first, rendering)
         self._vectors = [b""] * rendering.parts
-        self._missing = rendering.parts
 
     def is_part_over(self, index: int) -> bool:
         return bool(self._vectors[index])
 
-    def _end(self, events: list[StreamEvent], state: ResponseState, index: int, ended: ResponseEnded) -> None:
+    def _end(self, state: ResponseState, index: int, ended: ResponseEnded) -> None:
         if not state.vector:
             raise ApiError(502, "embedding_missing", f"worker {state.worker_id or 'unknown'} returned no embedding")
         self._vectors[index] = state.vector
         self._missing -= 1
         if not self._missing:
-            events.append(StreamEvent(embeddings(self.rendering, self._vectors)))
+            self._events.append(StreamEvent(embeddings(self.rendering, self._vectors)))
             self.is_over = True
 
 

@@ -17,7 +17,7 @@ from forebay.ingress.openai.chat_builder import ChatBuilder, Piece
 from forebay.ingress.openai.fields import Body, CheckedBody, Neutral, optional, require_fields
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX, RoutedBody
 from forebay.ingress.openai.requests import PARTS_MAX, STOP_CHARS_MAX, ChatBody, Role
-from forebay.ingress.openai.sampling import TOKENS_MAX, JsonObject, JsonSchema, ResponseFormat
+from forebay.ingress.openai.sampling import TOKENS_MAX, JsonObject, JsonSchema, ResponseFormat, TopP
 from forebay.ingress.openai.tools import CallId, Function, FunctionName, NamedFunction, NamedTool, Tool, ToolChoice
 
 STOPS_MAX = 16  # each delta of a response is compared with each of them
@@ -220,9 +220,7 @@ class MessagesBody(RoutedBody):
     temperature: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = optional(
         "0 to 1; 1 if it is missing."
     )
-    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = optional(
-        "Above 0, up to 1; 1 if it is missing."
-    )
+    top_p: TopP | None = optional("Above 0, up to 1; 1 if it is missing.")
     top_k: Annotated[int, Field(ge=0, le=TOKENS_MAX)] | None = optional("0 disables it.")
     tools: Annotated[list[CustomTool], Field(fail_fast=True, max_length=TOOLS_MAX)] | None = optional(
         "Tools that the client runs. Anthropic's own tools are rejected by name."
