@@ -40,9 +40,11 @@ def streamed(client: anthropic.Anthropic, **fields: Any) -> anthropic.types.Mess
 def test_a_message_and_a_stream_have_the_same_content(client: anthropic.Anthropic) -> None:
     # This version of the client has no argument `temperature`.
     fields: Any = {"messages": HELLO, "max_tokens": 8, "system": "Be brief.", "extra_body": {"temperature": 0.0}}
-    whole = checked(client.messages.create(model=NAME, **fields))
+    response = client.messages.with_raw_response.create(model=NAME, **fields)
+    whole = checked(response.parse())
     assert (whole.stop_reason, whole.usage.output_tokens, whole.id[:4]) == ("max_tokens", 8, "msg_")
-    assert whole.id.startswith(whole._request_id)
+    assert response.request_id
+    assert whole.id.startswith(response.request_id)
     assert len(whole.content[0].text.split()) == 8
     stream = streamed(client, **fields)
     assert (stream.content[0].text, stream.stop_reason) == (whole.content[0].text, "max_tokens")
