@@ -13,7 +13,7 @@ from forebay.cli.planner.services import read_supervise_file
 from forebay.engine_model.timing import LinearTiming
 from forebay.events.scaling import DecodePoint, PlannerSettings, PoolScaling, PrefillPoint
 from forebay.planner.actuators.processes import KILL_AFTER_S, ProcessPool
-from forebay.processes.supervisor import KubernetesSettings, ProcessSettings
+from forebay.processes.planner import KubernetesSettings, ProcessSettings
 from tests.cli.in_process import error_of, forebay
 from tests.harness.stub_servers import KubernetesStub
 

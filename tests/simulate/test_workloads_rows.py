@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.cli.trace.client import prompt
 from forebay.core.block_hashes import sequence_hashes as hashes_of_tokens
 from forebay.events.base import pack_u32, unpack_u64
 from forebay.runtime.errors import ConfigError
 from forebay.simulate.reading import FORMATS, detect_format, open_workload
 from forebay.simulate.workload import Turn, WorkloadOptions, sequence_hashes
 from forebay.simulate.workloads import prepare as played
-from forebay.simulate.workloads.prompts import prompt
 from forebay.simulate.workloads.rows import FORMAT, LinkedRow, WorkloadHeader, encode_workload
 from forebay.simulate.workloads.source import REASONS_MAX
 from forebay.simulate.workloads.synthetic import SyntheticSettings

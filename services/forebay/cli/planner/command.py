@@ -78,7 +78,7 @@ class PlannerSetCommand:
     Exits 1 if the effect was not seen.
     """
 
-    RUN: ClassVar = "planner.operator:run_set"
+    RUN: ClassVar = "planner.services:run_set"
 
     kafka: KafkaOptions
     pool: Annotated[str, Argument(metavar="GROUP/POOL", help="The pool.")] = ""

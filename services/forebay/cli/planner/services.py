@@ -1,30 +1,36 @@
-"""Services of `forebay planner`: `run` decides the sizes of pools, `supervise` executes its decisions.
+"""`forebay planner`: `run` decides the sizes of pools, `supervise` executes its decisions, `set` gives it orders.
 
 Decisions are executed with local processes or with Kubernetes.
 """
 
+import asyncio
 import shutil
 import sys
 from pathlib import Path
 from typing import Annotated
 
+import click
 import msgspec
 
-from forebay.cli.common.errors import explained, run_service
+from forebay.cli.common.errors import explained, fail, run_service
 from forebay.cli.common.extras import require_extra
-from forebay.cli.planner.command import PlannerRunCommand, PlannerSuperviseCommand
+from forebay.cli.common.operator_name import operator_name
+from forebay.cli.common.terminal import printable
+from forebay.cli.planner.command import AUTO, SIZE_MAX, PlannerRunCommand, PlannerSetCommand, PlannerSuperviseCommand
 from forebay.cli.planner.planner_file import read_planner_file, require_distinct
+from forebay.core.scaling.state import PoolKey
 from forebay.events.names import unknown_name
 from forebay.planner.actuators.processes import KILL_AFTER_S, ProcessPool
+from forebay.planner.orders import Order, execute_order, pause_order, scaling_on_kafka, size_order
 from forebay.processes.names import named, process_name
-from forebay.processes.planner import run
+from forebay.processes.notices import complain
+from forebay.processes.planner import KubernetesSettings, PodSetKind, ProcessSettings, run, supervise
 from forebay.processes.service import Cluster
-from forebay.processes.supervisor import KubernetesSettings, PodSetKind, ProcessSettings
-from forebay.processes.supervisor import run as supervise
 from forebay.runtime.errors import ConfigError, prefixed
 from forebay.runtime.files import read_toml
 from forebay.simulate.field_descriptions import converted
 
+NO_EFFECT = 1
 KILL_AFTER_S_MAX = 7 * 86_400.0
 
 
@@ -118,3 +124,33 @@ def run_supervise(options: PlannerSuperviseCommand) -> None:
             raise ConfigError("actuator processes requires Linux, because it identifies processes by /proc")
         cluster = Cluster(options.kafka.settings(), "", options.service.metrics_host, options.service.metrics_port)
     run_service(supervise(cluster, settings))
+
+
+def run_set(options: PlannerSetCommand) -> None:
+    pool, size = options.pool, options.size
+    if bool(pool) == (options.pause is not None) or bool(pool) != bool(size):
+        fail("expected one of: GROUP/POOL and its size, --pause, --resume")
+    is_number = size.isdecimal() and size.isascii() and len(size) <= len(str(SIZE_MAX))
+    if size not in ("", AUTO) and not (is_number and int(size) <= SIZE_MAX):
+        fail(f"N: expected {AUTO} or a number from 0 to {SIZE_MAX}, got {size}")
+    count = int(size) if size not in ("", AUTO) else None
+    timeout_s = options.timeout_s if options.wait else None
+    name = operator_name(options.operator)
+
+    def on_step(kind: str, text: str) -> None:
+        if kind == "problem":
+            complain(text)
+        else:
+            click.echo(printable(f"{kind:<10} {text}"))
+
+    def make(pools: list[PoolKey]) -> Order:
+        return size_order(pools, pool, count, name) if pool else pause_order(name, paused=bool(options.pause))
+
+    async def run() -> bool:
+        async with scaling_on_kafka(options.kafka.settings()) as log:
+            return await execute_order(log, make, timeout_s, on_step)
+
+    with explained():
+        is_effective = asyncio.run(run())
+    if not is_effective:
+        raise click.exceptions.Exit(NO_EFFECT)

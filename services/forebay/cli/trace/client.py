@@ -1,6 +1,7 @@
 """HTTP client of `forebay trace`: sends the requests of a workload when they are due, and measures the responses."""
 
 import asyncio
+import random
 import signal
 import statistics
 import time
@@ -9,6 +10,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import httpx
@@ -19,7 +21,6 @@ from forebay.cli.common.failures import Failure, FailureCounts, advice, status_f
 from forebay.cli.trace.stream import StreamedResponse, streaming_body
 from forebay.simulate.outcome import percentiles
 from forebay.simulate.workload import Turn, Workload
-from forebay.simulate.workloads.prompts import prompt
 
 TIMEOUT_S = 900.0
 METRICS_TIMEOUT_S = 5.0
@@ -34,6 +35,8 @@ QUARTER = 4
 QUEUE_REQUESTS_MIN = 20  # fewer requests have no reliable trend
 QUEUE_GROWTH_MS = 500.0
 LATE_MS = 100.0
+TOKEN_IDS = 1_000  # prompts use the lowest token ids, which every vocabulary has
+CACHED_TOKENS = 1 << 21
 
 
 @dataclass(slots=True)
@@ -374,3 +377,19 @@ def _parse_metrics(text: str) -> tuple[dict[str, str], float | None]:
             elif sample.name == "process_cpu_seconds_total":
                 cpu_s = sample.value
     return roles, cpu_s
+
+
+def prompt(turn: Turn, block_tokens: int) -> list[int]:
+    """Return prompt tokens of a request. Equal block ids give equal tokens; prompts without block ids share none."""
+    if not turn.block_ids:
+        return list(_tokens_of(f"turn {turn.number}", turn.prompt_tokens))
+    tokens: list[int] = []
+    for block in turn.block_ids:
+        tokens += _tokens_of(block, block_tokens)
+    return tokens[: turn.prompt_tokens]
+
+
+@lru_cache(maxsize=CACHED_TOKENS // 512)
+def _tokens_of(what: int | str, count: int) -> tuple[int, ...]:
+    rng = random.Random(what)  # noqa: S311 - nothing secret
+    return tuple(rng.randrange(TOKEN_IDS) for _ in range(count))
