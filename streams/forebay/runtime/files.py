@@ -9,15 +9,15 @@ from forebay.runtime.errors import ConfigError
 FILE_BYTES_MAX = 1 << 20  # such files have a few kilobytes
 
 
-def read_file(path: Path, what: str = "file") -> bytes:
-    """Return the content of a file of at most `FILE_BYTES_MAX` bytes. Errors call it `what`."""
+def read_file(path: Path, what: str = "file", bytes_max: int = FILE_BYTES_MAX) -> bytes:
+    """Return the content of a file of at most `bytes_max` bytes. Errors call it `what`."""
     try:
         with path.open("rb") as file:
-            content = file.read(FILE_BYTES_MAX + 1)
+            content = file.read(bytes_max + 1)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    if len(content) > FILE_BYTES_MAX:
-        raise ConfigError(f"{path}: the {what} is larger than {FILE_BYTES_MAX} bytes; check the path")
+    if len(content) > bytes_max:
+        raise ConfigError(f"{path}: the {what} is larger than {bytes_max} bytes; check the path")
     return content
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from forebay.events.scaling import DecodePoint, PrefillPoint
 from forebay.runtime.errors import ConfigError
+from forebay.runtime.files import read_file
 
 FILE_BYTES_MAX = 16 << 20
 
@@ -75,16 +76,10 @@ def grid(settings: ProfileSettings) -> Iterator[GridPoint]:
 
 def open_profile(path: Path, settings: ProfileSettings) -> MeasuredProfile:
     """Return the profile in a file that an interrupted run has written, or an empty profile if there is no file."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(FILE_BYTES_MAX + 1)
-    except FileNotFoundError:
+    if not path.exists():
         return MeasuredProfile(settings=settings)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+    content = read_file(path, "profile", FILE_BYTES_MAX)
     try:
-        if len(content) > FILE_BYTES_MAX:
-            raise ConfigError(f"{path}: larger than {FILE_BYTES_MAX >> 20} MiB; choose another --out")
         found = msgspec.json.decode(content, type=MeasuredProfile)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not a file of this command ({error}); choose another --out") from None

@@ -130,32 +130,23 @@ class CacheEvents:
         drafts: list[Draft] = []
         for start in range(0, len(change.hashes), EVENT_HASHES_MAX):
             end = start + EVENT_HASHES_MAX
-            hashes = pack_u64(change.hashes[start:end])
-            engine_hashes = pack_u64(change.engine_hashes[start:end])
             one.seq += 1
+            fields: dict[str, Any] = {
+                "worker_id": self._worker_id,
+                "worker_epoch": self._worker_epoch,
+                "seq": one.seq,
+                "rank": rank,
+                "sequence_hashes": pack_u64(change.hashes[start:end]),
+                "engine_hashes": pack_u64(change.engine_hashes[start:end]),
+                "tier": change.tier,
+            }
             event: Event
             match change:
                 case Stored():
-                    event = BlocksStored(
-                        worker_id=self._worker_id,
-                        worker_epoch=self._worker_epoch,
-                        seq=one.seq,
-                        rank=rank,
-                        sequence_hashes=hashes,
-                        parent_hash=change.hashes[start - 1] if start else change.parent,
-                        engine_hashes=engine_hashes,
-                        tier=change.tier,
-                    )
+                    parent = change.hashes[start - 1] if start else change.parent
+                    event = BlocksStored(parent_hash=parent, **fields)
                 case Removed():
-                    event = BlocksRemoved(
-                        worker_id=self._worker_id,
-                        worker_epoch=self._worker_epoch,
-                        seq=one.seq,
-                        rank=rank,
-                        sequence_hashes=hashes,
-                        engine_hashes=engine_hashes,
-                        tier=change.tier,
-                    )
+                    event = BlocksRemoved(**fields)
             drafts.append(self._draft(event))
         return drafts
 
