@@ -15,6 +15,7 @@ from forebay.ingress.commands import GRACE_S
 from forebay.ingress.errors import ApiError
 from forebay.ingress.group import GroupClient
 from forebay.ingress.prepare import PreparedRequest
+from forebay.ingress.streams import Stream
 from forebay.transport.base import Draft, LogError
 from tests.faults.cluster import Cluster
 from tests.faults.coordinator import PARTITION
@@ -27,13 +28,15 @@ from tests.faults.services import BLOCK, GROUP
 PATIENCE_S = 8.0  # a client tries again for this long while its ingress is not ready
 RETRY_S = 0.2
 FOREIGN_SLOTS = 100  # first reply slot that no ingress reads
+READ_TWICE = 4  # another client reads the responses of one in so many requests, at another ingress
 
 
 class Client:
-    """One client, which sends one request and reads the response."""
+    """One client, which sends one request and reads the response. Another client may read it at another ingress."""
 
     def __init__(self, cluster: Cluster, planned: PlannedRequest, number: int) -> None:
         self.outcome = planned_outcome(planned, planned.repeats or planned.name)
+        self._elsewhere = planned_outcome(planned, planned.name)
         self._cluster = cluster
         self._planned = planned
         self._number = number
@@ -69,6 +72,7 @@ class Client:
 
     def check(self) -> None:
         """Check that the ingress cancelled the request if its client disconnected. Raises Violation."""
+        self._elsewhere.check()
         outcome, process, cancelled = self.outcome, self._process, self._cluster.checks.cancelled
         # An ingress drops a cancellation for which its log has no room. The request then ends by itself.
         could_cancel = process is not None and process.alive and not self._cluster.fired["log_full"]
@@ -128,6 +132,8 @@ class Client:
         loop = asyncio.get_running_loop()
         (event,) = group.submissions(outcome.request_id, [self.prepared()])
         stream = await group.submit(replace(event, idempotency_key=_key_of(planned.name)))
+        if self._number % READ_TWICE == 0:
+            self._spawn_reader(event)
         timers = [loop.call_later(planned.timeout_ms / 1000 + GRACE_S, stream.interrupt, "deadline")]
         if planned.disconnect_ms is not None:
             timers.append(loop.call_later(planned.disconnect_ms / 1000, stream.interrupt, "disconnected"))
@@ -153,8 +159,40 @@ class Client:
             for timer in timers:
                 timer.cancel()
             group.replies.close(outcome.request_id)
-            if stream.ended is None:
+            if stream.ended is None and stream.interrupt_reason == "disconnected":
+                group.cancel_unread(outcome.request_id, "disconnected")
+            elif stream.ended is None:
                 group.cancel(outcome.request_id, stream.interrupt_reason or "disconnected")
+
+    def _spawn_reader(self, event: RequestSubmitted) -> None:
+        for name in self._cluster.members:
+            found = self._cluster.ingress(name) if name[0] == "i" and name != self._planned.ingress else None
+            if found is not None and (group := found[1].group) is not None and _is_ready(found[0], group):
+                found[0].spawn(self._read(group, event))
+                return
+
+    async def _read(self, group: GroupClient, event: RequestSubmitted) -> None:
+        """Read the response as another ingress does for a client that resumes it."""
+        self._cluster.fired["read_elsewhere"] += 1
+        outcome, stream = self._elsewhere, Stream(event.reply_key)
+        group.resume(event.request_id)
+        view = await group.front.slots.view(event.reply_slot, GROUP, {event.request_id: stream}, event.reply_from)
+        waits_s = self._planned.timeout_ms / 1000 + GRACE_S
+        timer = asyncio.get_running_loop().call_later(waits_s, stream.interrupt, "deadline")
+        try:
+            is_over = False
+            while not is_over:
+                await stream.ready()
+                outcome.tokens += stream.tokens
+                stream.tokens.clear()
+                is_over = view.has_ended or stream.located is not None
+            if stream.ended is not None and stream.ended.error is None:
+                outcome.state = "finished"
+        finally:
+            timer.cancel()
+            group.front.slots.close(view)
+            if stream.ended is None:
+                group.cancel_unread(event.request_id, "disconnected")
 
 
 def _key_of(name: str) -> int:

@@ -18,7 +18,7 @@ from forebay.events.base import U64_MASK, Event, pack_u32, unpack_u32, unpack_u6
 from forebay.events.codec import DecodeError, decode
 from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestAborted, RequestRouted, Sealed
 from forebay.events.fleet import FleetEvent, IngressJoined, IngressLost, OwnershipAnnounced, WorkerJoined, WorkerLost
-from forebay.events.requests import RequestCancelled, RequestSubmitted, Sampling
+from forebay.events.requests import RequestCancelled, RequestResumed, RequestSubmitted, Sampling
 from forebay.events.snapshots import IndexBlocks
 from forebay.events.tokens import AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted
 from forebay.events.topics import DECISIONS, FLEET, REQUESTS, TOKENS, Topic, work_topic
@@ -73,6 +73,9 @@ class LogChecks:
         self._expected: dict[tuple[str, int], list[list[int]]] = {}
         self.effects = Effects()
         self.cancelled: set[str] = set()
+        self._readers: dict[str, set[str]] = {}  # incarnations of the ingresses whose clients wait, by request
+        self._others: dict[int, set[str]] = {}  # those that remain, by the offset of a cancellation
+        self._lost: set[str] = set()  # incarnations of lost ingresses
         self.aborted: set[str] = set()
         self._claims_of: dict[str, list[int]] = {}  # by incarnation of the router
         self._submitted: Counter[str] = Counter()
@@ -132,7 +135,13 @@ class LogChecks:
         event = _decoded(REQUESTS, record)
         if isinstance(event, RequestCancelled):
             self.cancelled.add(event.request_id)
+            readers = self._readers.get(event.request_id, set())
+            readers.discard(event.ingress_incarnation)
+            self._others[record.offset] = readers.copy() if event.ingress_incarnation else set()
+        if isinstance(event, RequestResumed) and event.request_id in self._readers:
+            self._readers[event.request_id].add(event.ingress_incarnation)
         if isinstance(event, RequestSubmitted):
+            self._readers.setdefault(event.request_id, {event.ingress_incarnation} - {""})
             self._submitted[event.request_id] += 1
             expected = expected_tokens(event.request_id, event.token_ids, event.sampling)
             self._expected.setdefault((event.request_id, event.reply_slot), []).append(expected)
@@ -172,6 +181,9 @@ class LogChecks:
                 raise Violation(f"{event} consumed {self._consumed[run.topic]} records of {run.topic}, which has fewer")
         if isinstance(event, RequestAborted):
             self.aborted.add(event.request_id)
+            others = self._others.get(self._consumed[REQUESTS.name] - 1, set()) - self._lost
+            if event.reason == "cancelled" and others:
+                raise Violation(f"{event.request_id} was cancelled, although clients read it at {others}")
         if isinstance(event, RequestRouted):
             before = self._attempts.get(event.request_id, 0)
             if event.attempt not in (1, before + 1):
@@ -205,6 +217,7 @@ class LogChecks:
             case WorkerLost():
                 self._lose(event.worker_id)
             case IngressLost():
+                self._lost.add(event.incarnation)
                 self._lose(event.ingress_id)
 
     def _join(self, name: str, token: str) -> None:

@@ -21,7 +21,7 @@ SYSTEM_KINDS = (
     "broker_down", "disk_full", "lease_store_down", "lease_flush", "lease_expiry", "lease_clock_jump", "rebalance",
     "split_brain", "no_owner", "foreign_record",
 )  # fmt: skip
-CLIENT_KINDS = ("disconnect", "repeated_id")
+CLIENT_KINDS = ("disconnect", "repeated_id", "read_elsewhere")
 KAFKA_KINDS = ("leader_change", "stale_metadata", "group_rebalance")
 ROUTER_KINDS = ("upgrade",)
 JOURNAL_KINDS = ("repeated_record", "foreign_decision")
