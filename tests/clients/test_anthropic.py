@@ -73,7 +73,7 @@ def test_a_tool_is_called_and_its_result_answered(client: anthropic.Anthropic) -
 
 def test_thinking_is_streamed_and_sent_back(client: anthropic.Anthropic) -> None:
     fields: Any = {"max_tokens": 1200, "thinking": {"type": "enabled", "budget_tokens": 1024}}
-    fields["extra_body"] = {"stop_sequences": [" the"]}  # ends the words, of which there would be 1,200
+    fields["extra_body"] = {"stop_sequences": [" the"], "temperature": 0.0}  # ends the 1,200 words
     message = streamed(client, messages=HELLO, **fields)
     thinking, *_ = message.content
     assert (thinking.type, thinking.signature) == ("thinking", message.id)

@@ -6,6 +6,7 @@ the same bytes, whichever one the client has submitted the request to.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -161,6 +162,7 @@ class Formatter(ABC):
         return [StreamEvent(error.encoded())]
 
 
+@dataclass(slots=True)
 class Block:
     """Output of one kind in a response: reasoning, text, or a call of a function.
 
@@ -171,13 +173,12 @@ class Block:
         logprobs: tokens of a text, if the client requested their log probabilities.
     """
 
-    def __init__(self, kind: str, index: int, call: ToolCallDelta | None) -> None:
-        self.kind = kind
-        self.index = index
-        self.call = call
-        self.status = "in_progress"
-        self.texts: list[str] = []
-        self.logprobs: list[DecodedLogprob] = []
+    kind: str
+    index: int
+    call: ToolCallDelta | None
+    status: str = "in_progress"
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[DecodedLogprob] = field(default_factory=list)
 
     @property
     def is_open(self) -> bool:

@@ -10,6 +10,7 @@ event, and the part is the number of events of the choice since that token.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -141,6 +142,7 @@ class ResponseFold(ABC):
         """Add the events for the successful end of a request on the log. Raises ApiError if its output is missing."""
 
 
+@dataclass(slots=True)
 class _Choice:
     """State of one choice of a completion.
 
@@ -152,15 +154,12 @@ class _Choice:
         whole: the output with the reason of its end and the workers; None before its end.
     """
 
-    __slots__ = ("composer", "deltas", "has_delta", "part", "position", "whole")
-
-    def __init__(self, composer: Composer) -> None:
-        self.composer = composer
-        self.position = 0
-        self.part = 0
-        self.has_delta = False
-        self.deltas: list[OutputDelta] = []
-        self.whole: WholeChoice | None = None
+    composer: Composer
+    position: int = 0
+    part: int = 0
+    has_delta: bool = False
+    deltas: list[OutputDelta] = field(default_factory=list)
+    whole: WholeChoice | None = None
 
 
 class CompletionFold(ResponseFold):
