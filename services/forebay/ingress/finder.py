@@ -5,6 +5,7 @@ client chose (`x-request-id`), or the id on the log without a location, is searc
 """
 
 import asyncio
+import contextlib
 from collections import Counter
 from typing import NamedTuple
 
@@ -177,17 +178,22 @@ class _RecordReader:
         self._lookups += 1
         try:
             async with self._reading:
+                if (partition, offset) not in self._found and self._lookups > 1:
+                    with contextlib.suppress(RecordsRemoved):  # perhaps only the begin of the page
+                        await self._read(partition, offset - offset % SHARED_RECORDS, SHARED_RECORDS)
                 if (partition, offset) not in self._found:
-                    if len(self._found) >= FOUND_MAX:
-                        self._found = {}
-                    count = SHARED_RECORDS if self._lookups > 1 else 1
-                    for record in await self._log.read(REQUESTS.name, partition, offset, count):
-                        self._found[partition, record.offset] = record
+                    await self._read(partition, offset, 1)
                 return self._found.get((partition, offset))
         finally:
             self._lookups -= 1
             if not self._lookups:
                 self._found = {}  # prompts are large
+
+    async def _read(self, partition: int, offset: int, count: int) -> None:
+        if len(self._found) >= FOUND_MAX:
+            self._found = {}
+        for record in await self._log.read(REQUESTS.name, partition, offset, count):
+            self._found[partition, record.offset] = record
 
 
 def _request_in(record: Record | None) -> _Request | None:
