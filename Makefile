@@ -18,6 +18,8 @@ VENV_ENGINES := .venv-engines
 READY_ENGINES := $(VENV_ENGINES)/.ready
 VENV_CLIENTS := .venv-clients
 READY_CLIENTS := $(VENV_CLIENTS)/.ready
+VENV_GATEWAY := .venv-gateway
+READY_GATEWAY := $(VENV_GATEWAY)/.ready
 DENO := DENO_DIR=.tools/deno DENO_NO_UPDATE_CHECK=1 $(BIN)/deno
 UV := $$(command -v uv || echo .tools/bin/uv)
 COMPILE := pip compile --quiet --upgrade --generate-hashes --universal --no-emit-index-url --python-version 3.11
@@ -33,7 +35,7 @@ PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 REAL = --numprocesses 2 --dist loadfile
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines --ignore tests/clients
 
-.PHONY: help setup setup-engines setup-clients up test test-all explore fuzz fuzz-bugs test-kafka test-engines test-clients kafka kafka-stop demo-kafka demo-answers demo-upgrade demo-disagg demo-scaling demo-tiers demo-console lint type fmt mutations coverage bench \
+.PHONY: help setup setup-engines setup-clients setup-gateway up test test-all explore fuzz fuzz-bugs test-kafka test-engines test-clients kafka kafka-stop demo-kafka demo-answers demo-gateway demo-upgrade demo-disagg demo-scaling demo-tiers demo-console lint type fmt mutations coverage bench \
     schemas golden report-picture console-pictures lock lock-engines lock-clients resolve ci clean
 
 help: ## show this help
@@ -47,6 +49,9 @@ setup-engines: $(READY_ENGINES) ## build .venv-engines: vLLM on the CPU, torch, 
 
 setup-clients: $(READY_CLIENTS) ## build .venv-clients: official clients of the APIs, for Python and Node
 	@echo 'ready: $(VENV_CLIENTS)'
+
+setup-gateway: $(READY_GATEWAY) ## build .venv-gateway: Envoy, for demo-gateway
+	@echo 'ready: $(VENV_GATEWAY)'
 
 up: $(READY) ## serve in one process with `forebay up`; options in ARGS="..."
 	@$(BIN)/forebay up $(ARGS)
@@ -88,6 +93,9 @@ demo-kafka: $(READY) ## kill a worker and the owner of a distributed system unde
 
 demo-answers: $(READY) ## resume streams after their ingress, the owner and workers were killed (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/python -m tests.harness.demo_answers $(ARGS)
+
+demo-gateway: $(READY) $(READY_GATEWAY) ## send requests through a real Envoy to the selected servers (Java 17, Maven); options in ARGS="..."
+	@$(BIN)/python -m tests.harness.demo_gateway $(ARGS)
 
 demo-upgrade: $(READY) ## upgrade to a version with other decision rules under load, and back (Java 17, Maven)
 	@$(BIN)/python -m tests.harness.demo_upgrade $(ARGS)
@@ -150,6 +158,7 @@ cookbook: $(READY) ## run the commands of docs/cookbook.md and update their outp
 lock: $(READY) lock-engines lock-clients ## update all locked requirements, with hashes
 	@$(UV) $(COMPILE) --extra router --extra kubernetes --extra planner --group dev pyproject.toml -o requirements/base.txt
 	@$(UV) $(COMPILE) requirements/nixl.in --override requirements/nixl-overrides.txt -o requirements/nixl.txt
+	@$(UV) $(COMPILE) requirements/gateway.in -o requirements/gateway.txt
 
 lock-engines: $(READY) ## update the locked requirements of .venv-engines, with hashes
 	@$(UV) $(COMPILE) --extra router --group build --group test pyproject.toml requirements/engines.in \
@@ -173,7 +182,7 @@ ci: ## run all CI checks
 	@.ci/run
 
 clean: ## remove everything that make targets built
-	@rm -rf $(VENV) $(VENV_ENGINES) $(VENV_CLIENTS) .tools .kafka/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz .import_linter_cache .coverage htmlcov dist
+	@rm -rf $(VENV) $(VENV_ENGINES) $(VENV_CLIENTS) $(VENV_GATEWAY) .tools .kafka/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz .import_linter_cache .coverage htmlcov dist
 	@find $(SOURCES) infra tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): requirements/base.txt requirements/nixl.txt pyproject.toml
@@ -210,4 +219,10 @@ $(READY_CLIENTS): $(READY) requirements/clients.txt tests/clients/deno.json test
 	@[ -x $(VENV_CLIENTS)/bin/python ] || $(UV) venv --quiet --python $(BIN)/python $(VENV_CLIENTS)
 	@$(UV) pip sync --quiet --require-hashes --compile-bytecode --python $(VENV_CLIENTS)/bin/python requirements/clients.txt
 	@$(DENO) install --quiet --frozen --config tests/clients/deno.json
+	@touch $@
+
+$(READY_GATEWAY): $(READY) requirements/gateway.txt
+	@echo 'setup-gateway: building $(VENV_GATEWAY), once'
+	@[ -x $(VENV_GATEWAY)/bin/python ] || $(UV) venv --quiet --python $(BIN)/python $(VENV_GATEWAY)
+	@$(UV) pip sync --quiet --require-hashes --python $(VENV_GATEWAY)/bin/python requirements/gateway.txt
 	@touch $@

@@ -304,11 +304,11 @@ class Completion:
                 if delta.finish_reason == "error":
                     yield _event({"error": {"message": "Internal server error", "code": 500}})
                     return
-                yield _event({"choices": [self._choice(delta.token_ids, delta.finish_reason)]})
+                yield _event({"id": self._client_id, "choices": [self._choice(delta.token_ids, delta.finish_reason)]})
                 cut = self._faults.cut_after_tokens
                 if cut is not None and self._output_tokens >= cut:
                     raise StreamCut
-        yield _event({"choices": [], "usage": self._usage})
+        yield _event({"id": self._client_id, "choices": [], "usage": self._usage})
         yield "data: [DONE]\n\n"
 
     async def response(self) -> dict[str, Any]:
