@@ -1,29 +1,18 @@
 """The process of `forebay router`: a Faust app and a router on one event loop."""
 
-import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import msgspec
-from aiokafka.errors import KafkaError
 
 from forebay.live.router.faust_app import STATE_TOPICS, Assignments, RouterApp
 from forebay.live.router.faust_feed import FaustLog, Feed
 from forebay.live.router.router import ReadinessMetrics, Router, RouterSettings, ready
+from forebay.processes.faust_member import stay_member
 from forebay.processes.metrics_server import process_registry
 from forebay.processes.notices import announce
 from forebay.processes.service import Cluster, connected, leases_at, until_signal
-from forebay.processes.shutdown import CLOSE_S, ending_within
-from forebay.transport.base import LogError, LogUnavailable
 from forebay.transport.directory import Directory
-from forebay.transport.kafka.errors import explain, is_transient
-from forebay.transport.kafka.settings import KafkaSettings
-
-logger = logging.getLogger(__name__)
-
-REJOIN_S = 1.0
-LEAVE_S = 10.0  # seconds; Faust's consumer commits and leaves within one second if the broker responds
 
 
 async def run(cluster: Cluster, settings: RouterSettings) -> None:
@@ -39,8 +28,15 @@ async def run(cluster: Cluster, settings: RouterSettings) -> None:
             )
             await router.stop()
 
+        def leave() -> None:
+            assignments.publish(set())
+
+        def app() -> RouterApp:
+            return RouterApp(cluster.kafka, feed, assignments.publish)
+
         # The router stands by at once, because joining takes as long as the broker needs to notice a dead member.
-        await until_signal(router.run(), _stay_member(cluster.kafka, feed, assignments, router_id), stop=stop)
+        # Membership is only a preference, so without it the router keeps its groups, and may claim others.
+        await until_signal(router.run(), stay_member(f"router {router_id}", app, leave), stop=stop)
 
 
 @asynccontextmanager
@@ -78,30 +74,3 @@ async def started(
         registry.register(ReadinessMetrics(router))
         assignments.subscribe(assign)
         yield router
-
-
-async def _stay_member(kafka: KafkaSettings, feed: Feed, assignments: Assignments, router_id: str) -> None:
-    """Be a member of the consumer group of routers until cancelled, and join it again if the membership breaks.
-
-    Membership is only a preference, so the router keeps its groups meanwhile, and may claim others. Raises LogError if
-    Kafka does not let this program join.
-    """
-    while True:
-        app = RouterApp(kafka, feed, assignments.publish)
-        app.finalize()
-        try:
-            await app.start()
-            announce(f"router {router_id} is a member of {app.conf.id}")
-            await app.until_broken()
-        except LogUnavailable as error:
-            logger.warning("%s; joining again", error)
-        except (KafkaError, OSError) as error:
-            text = f"the router cannot join {app.conf.id}: {explain(error)}"
-            if not is_transient(error):
-                raise LogError(text) from error
-            logger.warning("%s; trying again", text)
-        finally:
-            with ending_within(LEAVE_S + CLOSE_S, "its work ended, because it cannot leave the group of routers"):
-                await app.stop()
-        assignments.publish(set())
-        await asyncio.sleep(REJOIN_S)
