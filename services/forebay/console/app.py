@@ -8,12 +8,9 @@ import asyncio
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import FastAPI
 from fastapi.responses import FileResponse, Response
-from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,11 +18,10 @@ from forebay.console.actions import add_actions
 from forebay.console.console import Console
 from forebay.console.routes import add_routes
 from forebay.console.settings import ConsoleSettings
-from forebay.ingress.errors import ApiError, internal_error, invalid
 from forebay.ingress.http.endpoint import TlsFiles
+from forebay.ingress.http.error_handlers import add_errors
 from forebay.ingress.http.guards import ApiKeyGuard, OriginGuard, allowed_hosts
 from forebay.ingress.http.server import build_server
-from forebay.transport.base import LogError
 
 STATIC = Path(__file__).parent / "static"
 POLICY = (
@@ -62,7 +58,7 @@ def build_console_app(console: Console, hosts: frozenset[str] | None) -> FastAPI
     app.add_middleware(ApiKeyGuard, keys=[console.settings.token], on_rejected=_ignore)
     app.add_middleware(OriginGuard, hosts=hosts, origins=frozenset(), on_rejected=_ignore)
     app.add_middleware(PageHeaders)
-    _add_errors(app)
+    add_errors(app)
     add_routes(app, console)
     settings = console.settings
     add_actions(app, settings.ingress_url, settings.group)
@@ -78,35 +74,6 @@ def build_console_app(console: Console, hosts: frozenset[str] | None) -> FastAPI
 
 def _ignore(_: str) -> None:
     """Count no rejections, because a console has no metrics."""
-
-
-def _add_errors(app: FastAPI) -> None:
-    def respond(error: ApiError) -> Response:
-        return Response(error.encoded(), error.status, error.headers(), "application/json")
-
-    @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> Response:
-        return respond(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid_parameter(_: Request, error: RequestValidationError) -> Response:
-        first: dict[str, Any] = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"][1:])
-        return respond(invalid(f"{name} is {str(first.get('input'))[:256]!r}: {first['msg']}", name))
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        if error.status_code == 404:
-            return respond(ApiError(404, "not_found", f"unknown path {request.url.path}"))
-        return respond(ApiError(error.status_code, "http_error", str(error.detail)))
-
-    @app.exception_handler(LogError)
-    async def log_failed(_: Request, error: LogError) -> Response:
-        return respond(ApiError(503, "log_unavailable", str(error)))
-
-    @app.exception_handler(Exception)
-    async def unexpected(_: Request, __: Exception) -> Response:
-        return respond(internal_error())
 
 
 def tls_of(settings: ConsoleSettings) -> TlsFiles | None:

@@ -1,12 +1,11 @@
 """The HTTP routes of an ingress."""
 
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
@@ -23,7 +22,8 @@ from forebay.ingress.http.admin import BODIES as ADMIN_BODIES
 from forebay.ingress.http.admin import add_admin
 from forebay.ingress.http.answers import add_answers
 from forebay.ingress.http.guards import ApiKeyGuard, Cors, OriginGuard
-from forebay.ingress.http.openapi import RUNS, body_of, describe, errors, streamed, text
+from forebay.ingress.http.health import add_health
+from forebay.ingress.http.openapi import RUNS, body_of, describe, errors, streamed
 from forebay.ingress.http.pages import add_pages
 from forebay.ingress.http.queries import BODIES as TOKENIZATION_BODIES
 from forebay.ingress.http.queries import StatusOf, add_explain, add_route_query, add_status, add_tokenization
@@ -60,7 +60,7 @@ def build_app(
     add_pages(app, settings.model_name)
     _describe_runs(app)
     _add_models(app, models)
-    _add_health(app, models, registry)
+    add_health(app, registry, models.why_not_ready, lambda: models.ready_details)
     add_route_query(app, models)
     add_tokenization(app, models)
     add_answers(app, models.front, finder)
@@ -133,32 +133,6 @@ def _add_models(app: FastAPI, models: ServedModels) -> None:
             if card["id"] == name:
                 return card
         raise ApiError(404, "model_not_found", unknown_name("model", name, [card["id"] for card in cards]), "model")
-
-
-def _add_health(app: FastAPI, models: ServedModels, registry: CollectorRegistry) -> None:
-    @app.get("/live", responses=errors())
-    async def live() -> dict[str, str]:
-        """Return whether the process responds."""
-        return {"status": "live"}
-
-    @app.get("/health", responses=errors())
-    @app.get("/ready", responses=errors())
-    async def ready() -> dict[str, str]:
-        """Return whether requests can be served."""
-        reason = models.why_not_ready()
-        if reason is not None:
-            raise ApiError(503, "not_ready", reason)
-        return {"status": "ready", **models.ready_details}
-
-    @app.get("/version", responses=errors())
-    async def server_version() -> dict[str, str]:
-        """Return the version of forebay."""
-        return {"version": version("forebay")}
-
-    @app.get("/metrics", response_class=Response, responses={**text("Metrics in the text format."), **errors()})
-    async def metrics() -> Response:
-        """Return Prometheus metrics."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_errors(app: FastAPI, front: Front) -> None:

@@ -61,6 +61,8 @@ MEANINGS = {
     410: "Retention, a client or an operator removed what is needed.",
     413: "The body is too large.",
     415: "The body is not declared as application/json, or has an unsupported Content-Encoding.",
+    421: "Another process has the group; the message has its address.",
+    422: "The workers have stored no usable model card, so a text cannot be tokenized.",
     429: "There are too many requests; try again after `Retry-After`.",
     431: "The headers are too large.",
     499: "The client closed the connection.",
@@ -130,7 +132,8 @@ def describe(
                 document["components"].setdefault("securitySchemes", {})["ApiKey"] = API_KEY
             for path, operations in document["paths"].items():
                 for operation in operations.values():
-                    operation["responses"].pop("422", None)  # invalid bodies get 400 instead
+                    if operation["responses"].get("422", {}).get("description") == "Validation Error":
+                        del operation["responses"]["422"]  # FastAPI's; invalid parameters get 400 instead
                     if has_key and requires_api_key(path):
                         operation["security"] = [{"ApiKey": []}]
                         operation["responses"]["401"] = _error(MEANINGS[401])
