@@ -15,10 +15,11 @@ from forebay.core.state_machine import IllegalTransition
 from forebay.core.world import CORE_VERSION
 from forebay.events.codec import decode, encode
 from forebay.events.control import RouterConfig
-from forebay.events.decisions import RequestRouted
+from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted
 from forebay.events.fleet import WorkerLost
 from forebay.events.tokens import RequestLocated
-from forebay.events.topics import DECISIONS, FLEET, TOKENS
+from forebay.events.topics import DECISIONS, FLEET, TOKENS, topic_named
+from forebay.events.versions import EVENTS_VERSION
 from forebay.journal import reader, records
 from forebay.journal import snapshots as recorded_snapshots
 from forebay.journal.records import Validity, journal
@@ -33,6 +34,7 @@ from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft, Lease, Log, Record, Tail, Wake
 from forebay.transport.directory import Directory
 from forebay.transport.sqlite.log import SqliteLog
+from tests.core.worlds import Driver
 from tests.harness.faulty_log import Crashed, FaultyLog
 from tests.system import MODEL, SLOT, System, settings, submitted, until
 
@@ -321,6 +323,15 @@ async def followed(log: SqliteLog, end: int | None = None) -> Standby:
 async def opened_one(path: Path) -> tuple[SqliteLog, Standby | None]:
     opened = await open_checked(path, ["m"])
     return opened.log, opened.groups["m"].standby
+
+
+async def write(log: SqliteLog, drive: Driver, journal: Sequence[JournalRecord] | None = None) -> None:
+    """Write the history of a driver to a log; `journal` replaces the driver's own decisions."""
+    claimed = OwnerClaimed(owner_id="driver", core_version=CORE_VERSION, events_version=EVENTS_VERSION)
+    for topic, event, _ in drive.applied:
+        value = b"?" if event is None else encode(topic_named(topic), event)
+        await log.append([Draft(topic, 0, value)])
+    await log.append([Draft(DECISIONS.name, 0, encode(DECISIONS, one)) for one in journal or [claimed, *drive.decided]])
 
 
 # A scenario in which the owner can die after any append

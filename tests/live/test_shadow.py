@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,10 +16,10 @@ from forebay.core.selection.counterfactual import Alternative, Counterfactual, c
 from forebay.core.world import CORE_VERSION
 from forebay.events.codec import encode
 from forebay.events.control import BusyThresholds, PoolConfigured
-from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestRouted
+from forebay.events.decisions import OwnerClaimed, RequestRouted
 from forebay.events.fleet import WorkerLost
 from forebay.events.shadow import DecisionShadowed, ShadowEvent, ShadowStarted
-from forebay.events.topics import DECISIONS, SHADOW, topic_named
+from forebay.events.topics import DECISIONS, SHADOW
 from forebay.journal.records import OtherRules
 from forebay.live.shadow import shadow as shadow_module
 from forebay.live.shadow.shadow import Shadow, ShadowMetrics, ShadowSettings, TopicSink
@@ -28,7 +28,7 @@ from forebay.transport.base import Draft, LogError, Record
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, Driver, histories, perform_all, request
 from tests.depth import examples
-from tests.live.shared import SharedLog, dearer, serve, serve_unsealed, valid
+from tests.live.shared import SharedLog, dearer, serve, serve_unsealed, valid, write
 from tests.system import System, submitted, until
 
 NAME = "try"
@@ -85,15 +85,6 @@ async def require_each_once(log: SqliteLog, name: str = NAME) -> None:
     ]
     offsets = [one.decision_offset for one in published(log, name)]
     assert offsets == sorted(set(offsets))
-
-
-async def write(log: SqliteLog, drive: Driver, journal: Sequence[JournalRecord] | None = None) -> None:
-    """Write the history of a driver to a log; `journal` replaces the driver's own decisions."""
-    claimed = OwnerClaimed(owner_id="driver", core_version=CORE_VERSION)
-    for topic, event, _ in drive.applied:
-        value = b"?" if event is None else encode(topic_named(topic), event)
-        await log.append([Draft(topic, 0, value)])
-    await log.append([Draft(DECISIONS.name, 0, encode(DECISIONS, one)) for one in journal or [claimed, *drive.decided]])
 
 
 async def shadowed(log: SqliteLog, alternative: Alternative) -> list[DecisionShadowed]:
