@@ -20,6 +20,7 @@ COMMANDS: dict[str, dict[str, str | Subcommands]] = {
         "picker": "processes.command:PickerCommand",
         "router": "processes.command:RouterCommand",
         "worker": "processes.command:WorkerCommand",
+        "indexer": "processes.command:IndexerCommand",
         "serve": "processes.command:ServeCommand",
     },
     "Look": {

@@ -1,9 +1,6 @@
 """`forebay index`: the prefix index of a group, restored from the log."""
 
 import asyncio
-from collections import Counter
-from collections.abc import Iterator
-from typing import get_args
 
 import click
 import msgspec
@@ -16,17 +13,12 @@ from forebay.cli.common.tables import bar
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.core.routing.policies import CustomPolicies
 from forebay.core.state.prefix_index import PrefixIndex
-from forebay.events.base import U64_BYTES
-from forebay.events.kv import BlocksStored, StoreBlocksAdded, Tier
 from forebay.events.names import unknown_name
-from forebay.events.snapshots import IndexBlocks, StoreBlocks
 from forebay.events.topics import DECISIONS
+from forebay.live.indexer.dump import stored_events
 from forebay.live.standby import Standby
 
-EVENT_HASHES_MAX = 8_192  # about 90 kB per line
-DUMPED = "index"  # stands for the workers that reported the blocks of shared stores, which the index does not keep
 LOOK_S = 0.2  # seconds between updates of the progress bar
-TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
 def run_dump(options: IndexCommand) -> None:
@@ -55,31 +47,3 @@ async def _index_of(recording: Recording, progress: Progress, task: TaskID, cust
             await asyncio.wait([following], timeout=LOOK_S)
         await following
     return standby.world.index
-
-
-def stored_events(index: PrefixIndex, worker: str = "") -> Iterator[BlocksStored | StoreBlocksAdded]:
-    """Yield the blocks of a prefix index as events, sorted by worker, rank and tier, in the order of the index.
-
-    The blocks of shared stores follow those of workers, unless `worker` selects one worker.
-    """
-    found = [*index.snapshot()]
-    parts = [part for part in found if isinstance(part, IndexBlocks) and worker in ("", part.worker_id)]
-    parts.sort(key=lambda part: (part.worker_id, part.rank, TIERS.index(part.tier)))
-    seqs: Counter[tuple[str, int]] = Counter()
-    size = EVENT_HASHES_MAX * U64_BYTES
-    for part in parts:
-        for start in range(0, len(part.sequence_hashes), size):
-            seqs[part.worker_id, part.rank] += 1
-            yield BlocksStored(
-                worker_id=part.worker_id,
-                worker_epoch=part.worker_epoch,
-                rank=part.rank,
-                seq=seqs[part.worker_id, part.rank],
-                sequence_hashes=part.sequence_hashes[start : start + size],
-                tier=part.tier,
-            )
-    stores = [part for part in found if isinstance(part, StoreBlocks) and not worker]
-    for blocks in sorted(stores, key=lambda part: part.store):
-        for start in range(0, len(blocks.sequence_hashes), size):
-            hashes = blocks.sequence_hashes[start : start + size]
-            yield StoreBlocksAdded(store=blocks.store, worker_id=DUMPED, sequence_hashes=hashes)

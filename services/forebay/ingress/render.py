@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from forebay.events.decisions import ScoredCandidate
+from forebay.events.decisions import RouteAnswered, ScoredCandidate
 from forebay.events.rendering import Rendering
 from forebay.events.tokens import RouteResponse, Usage
 from forebay.ingress.formatter import Formatter, ServingInfo, StreamEvent, WholeChoice, logprob_of
@@ -143,7 +143,7 @@ def usage_of(usage: Usage) -> dict[str, Any]:
     }
 
 
-def route_of(result: RouteResponse, model: str, prompt_tokens: int) -> dict[str, Any]:
+def route_of(result: RouteResponse | RouteAnswered, model: str, prompt_tokens: int) -> dict[str, Any]:
     """Return the response object of a route query. Its worker is null if no worker is available."""
     choice = result.choice
     return {

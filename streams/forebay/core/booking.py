@@ -10,7 +10,7 @@ from forebay.core.routing.plan import Plan, QueuePlan
 from forebay.core.selection.evaluation import NO_BLOCKS
 from forebay.core.state.active_request import ActiveRequest
 from forebay.core.state.submitted_request import SubmittedRequest
-from forebay.core.world import World
+from forebay.core.world import Stamp, World
 from forebay.events.base import hex_digest
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import (
@@ -62,12 +62,12 @@ def book(world: World, request: ActiveRequest, plan: Plan) -> RequestRouted:
     return decided
 
 
-def answer_query(world: World, event: RouteQueried, plan: Plan, *, would_wait: bool) -> RouteAnswered:
+def answer_query(world: World, event: RouteQueried, stamp: Stamp, plan: Plan, *, would_wait: bool) -> RouteAnswered:
     """Return the journal record that answers a route query with a plan. Nothing is booked."""
     _report(world, plan)
     table = plan.table
     return RouteAnswered(
-        **world.stamp(),
+        **stamp,
         request_id=event.request_id,
         reply_slot=event.reply_slot,
         reply_key=event.reply_key,

@@ -22,7 +22,7 @@ from forebay.core.state.fleet import FleetWorker
 from forebay.core.state.queue import QueuedRequest
 from forebay.core.state.requests import ACTIVE_REQUESTS_MAX
 from forebay.core.state.submitted_request import content_hash, in_pool, request_from_event, request_from_query
-from forebay.core.world import World
+from forebay.core.world import Stamp, World
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import (
     CacheResyncRequested,
@@ -103,8 +103,8 @@ def submit(world: World, event: RequestSubmitted, offset: int) -> list[AnyDecisi
     return [book(world, request, plan) if isinstance(plan, Plan) else enqueue(world, pool, request, plan)]
 
 
-def query(world: World, event: RouteQueried) -> RouteAnswered:
-    """Return where a request would be routed now. Nothing is booked, but the journal records the query."""
+def query(world: World, event: RouteQueried, stamp: Stamp) -> RouteAnswered:
+    """Return where a request would be routed now, as a journal record with this stamp. Only reads the world."""
     pools: tuple[PoolChoice, ...] = ()
     try:
         first = _pool_of(world, event.model)
@@ -116,7 +116,7 @@ def query(world: World, event: RouteQueried) -> RouteAnswered:
         plan = with_choices(plan_first_stage(world, pool, request, options), pools)
     except Ineligible as ineligible:
         return RouteAnswered(
-            **world.stamp(),
+            **stamp,
             request_id=event.request_id,
             reply_slot=event.reply_slot,
             reply_key=event.reply_key,
@@ -124,7 +124,7 @@ def query(world: World, event: RouteQueried) -> RouteAnswered:
             message=str(ineligible),
             pools=pools,
         )
-    return answer_query(world, event, plan, would_wait=options.should_queue)
+    return answer_query(world, event, stamp, plan, would_wait=options.should_queue)
 
 
 def drain_queues(world: World) -> list[AnyDecision]:

@@ -181,7 +181,7 @@ def _decide(world: World, event: InputEvent | None, offset: int) -> list[AnyDeci
             else:
                 world.counts["resumed_without_effect"] += 1
         case RouteQueried():
-            return [query(world, event)]
+            return [query(world, event, world.stamp())]
         case WorkerJoined() | WorkerSuspect() | WorkerRecovered() | WorkerDraining() | WorkerLost():
             return _fleet(world, event, offset)
         case OwnershipAnnounced() | IngressJoined() | IngressLost():

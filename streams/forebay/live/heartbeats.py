@@ -31,8 +31,14 @@ def owner_heartbeat(world: World, group: str, router_id: str, position: int = 0)
         ready_aggregated=ready["aggregated"],
         ready_prefill=ready["prefill"],
         ready_decode=ready["decode"],
-        card=next((spec.card for spec in specs if spec.card), ""),
+        card=card_of(world),
     )
+
+
+def card_of(world: World) -> str:
+    """Return the digest of the model card of the ready workers; empty if they stored none."""
+    ready = (worker.spec for worker in world.fleet.workers() if worker.phase is WorkerPhase.READY)
+    return next((spec.card for spec in ready if spec.card), "")
 
 
 def _heartbeat(group: str, router_id: str, role: Role, world: World, position: int) -> RouterHeartbeat:

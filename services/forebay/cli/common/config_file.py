@@ -23,7 +23,9 @@ from forebay.runtime.files import read_toml
 OPTION = "config"
 MODELS = "models"
 UP = "up"  # the service that serves the models of `[[models]]` tables
-SERVICES = ("up", "ingress", "router", "worker", "serve", "shadow", "planner-run", "planner-supervise")
+SERVICES = (
+    "up", "ingress", "router", "indexer", "worker", "serve", "shadow", "planner-run", "planner-supervise",
+)  # fmt: skip
 MODEL_KEYS = (
     "model", "model-name", "revision", "engine", "engine-args", "engine-profile", "speedup", "workers", "lora",
     "block-size", "kv-blocks", "max-num-seqs", "max-num-batched-tokens", "dp-size",

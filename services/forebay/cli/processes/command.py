@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from forebay.cli.command import CONSOLE_PORT
-from forebay.cli.common.cluster_options import LOOPBACK, ClusterOptions, MetricsPortOption, ServiceOptions
+from forebay.cli.common.cluster_options import (
+    LOOPBACK,
+    ClusterOptions,
+    KafkaOptions,
+    MetricsPortOption,
+    ServiceOptions,
+)
 from forebay.cli.common.credentials import (
     FILE_BYTES_MAX,
     AdminTokenFileOption,
@@ -400,6 +406,24 @@ class RouterCommand:
     ] = False
     snapshots: SnapshotOptions
     service: ServiceOptions
+    logs: LoggingOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerCommand:
+    """Serve the prefix index and the load of all models of a distributed system to other programs.
+
+    The indexer only reads the log, and nothing in serving depends on it. Several indexers share the models. Requires
+    Faust: pip install 'forebay[router]'.
+    """
+
+    RUN: ClassVar = "processes.indexer:run_indexer"
+    REQUIRES: ClassVar = ("router", "faust")
+
+    kafka: KafkaOptions
+    port: Annotated[int, Option(min=1, max=65535, help="HTTP port.")] = 8200
+    host: Annotated[str, Option(help="Address to listen on. The API has no authentication.")] = LOOPBACK
+    allow_policy: AllowPolicyOption = None
     logs: LoggingOptions
 
 

@@ -1,0 +1,71 @@
+"""The process of `forebay indexer`: a Faust app, replicas of groups and an HTTP server on one event loop."""
+
+import asyncio
+import socket
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from forebay.core.routing.policies import CustomPolicies
+from forebay.indexer.app import build_indexer_app
+from forebay.indexer.prompts import Tokenizers
+from forebay.ingress.http.guards import allowed_hosts
+from forebay.ingress.http.server import build_server, listen
+from forebay.live.indexer.faust_app import IndexerApp
+from forebay.live.indexer.indexer import Indexer
+from forebay.processes.faust_member import stay_member
+from forebay.processes.metrics_server import process_registry
+from forebay.processes.notices import announce
+from forebay.processes.service import Cluster, connected, until_signal
+from forebay.transport.directory import Directory
+from forebay.transport.kafka.settings import KafkaSettings
+from forebay.transport.models import ModelStore
+
+WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - not bound here
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerSettings:
+    """Settings of an indexer. `host` and `port` are the address of its HTTP API."""
+
+    kafka: KafkaSettings
+    host: str
+    port: int
+    policies: CustomPolicies
+
+    @property
+    def url(self) -> str:
+        """Address that other instances tell their clients."""
+        host = socket.gethostname() if self.host in WILDCARDS else self.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+
+async def run(settings: IndexerSettings) -> None:
+    """Serve until SIGINT or SIGTERM. Raises ConfigError or LogError."""
+    indexer = Indexer(process_registry(), settings.policies)
+    new_app = partial(IndexerApp, settings.kafka, indexer, settings.url)
+    await until_signal(serve(settings, indexer), stay_member(f"indexer {settings.url}", new_app, indexer.leave))
+
+
+async def serve(settings: IndexerSettings, indexer: Indexer) -> None:
+    """Follow the groups that Faust assigns to `indexer`, and serve HTTP until cancelled.
+
+    Raises ConfigError or LogError.
+    """
+    cluster = Cluster(settings.kafka, redis_url="", metrics_host=settings.host, metrics_port=None)
+    with listen(settings.host, settings.port) as listener, tempfile.TemporaryDirectory() as folder:
+        async with connected(cluster, indexer.registry) as (log, _):
+            directory, store = Directory(log), ModelStore(log)
+            await directory.start()
+            await store.start()
+            hosts = allowed_hosts(settings.host, listener.getsockname()[0], ())
+            app = build_indexer_app(indexer, Tokenizers(store, Path(folder)), hosts)
+            server = build_server(app, lambda: announce(f"indexer serves {settings.url}"))
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(store.run())
+                    tasks.create_task(indexer.run(log, directory))
+                    tasks.create_task(server.serve([listener]))
+            finally:
+                server.should_exit = True
