@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.events.decisions import Stage
-from forebay.events.tokens import ResponseError
 from forebay.events.transfer import DESCRIPTOR_BYTES_MAX, KvLayout, Prefilled
-from forebay.workers.engine import EngineError, KvEngine
+from forebay.workers.engine import AttemptFailed, EngineError, KvEngine
 from forebay.workers.engines import model_engine
 from forebay.workers.engines.kv_descriptor import Unfetchable
 from forebay.workers.engines.settings import EngineSettings
@@ -170,7 +169,7 @@ async def running(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Dr
     calls = SimpleNamespace(
         EngineDeadError=type("EngineDeadError", (Exception,), {}),
         VLLMError=VLLMError,
-        response_error=lambda error: ResponseError(status=500, code="engine_error", message=str(error)),
+        request_error=lambda error: AttemptFailed(500, "engine_error", str(error)),
         sampling_params=lambda sampling, transfer=None, _hints=None: (sampling, transfer),
     )
     monkeypatch.setattr(VllmCore, "start", start)

@@ -25,7 +25,7 @@ from forebay.events.control import Role
 from forebay.events.media import Media
 from forebay.events.requests import Sampling, StructuredOutput, TokenBias
 from forebay.events.tokens import TokenLogprob, TopLogprob
-from forebay.workers.engine import CacheChange, Cleared, EngineError, EngineRefused
+from forebay.workers.engine import AttemptFailed, CacheChange, Cleared, EngineError, EngineRefused
 from forebay.workers.engines import free_ports, model_engine
 from forebay.workers.engines.encode import MediaUnusable
 from forebay.workers.engines.loras import Loras
@@ -35,7 +35,7 @@ from forebay.workers.engines.sglang.requests import structured_argument
 from forebay.workers.engines.tensorrt_llm.requests import guided_arguments
 from forebay.workers.engines.vllm.core import HOST, PORT, engine_arguments, side_channel
 from forebay.workers.engines.vllm.engine import VllmEngine, VllmStepStats
-from forebay.workers.engines.vllm.media import MediaRefused, collapsed, embedded_prompt, engine_prompt, raw_prompt
+from forebay.workers.engines.vllm.media import collapsed, embedded_prompt, engine_prompt, raw_prompt
 from forebay.workers.engines.vllm.requests import (
     engine_priority,
     sampling_arguments,
@@ -368,7 +368,7 @@ async def test_expanded_prompt_must_equal_that_of_the_ingress() -> None:
     prompt = await engine_prompt(llm, item, None)
     assert (prompt["prompt_token_ids"], prompt["cache_salt"]) == ([1, 99, 99, 2], "tenant")
     assert llm.requested[0]["prompt_token_ids"] == [1, 99, 2]
-    with pytest.raises(MediaRefused, match="expands the prompt to 3 tokens") as caught:
+    with pytest.raises(AttemptFailed, match="expands the prompt to 3 tokens") as caught:
         await engine_prompt(Rendering(spans=1), item, None)
     assert caught.value.error.status == 501
     text = await engine_prompt(Rendering(multimodal=False), work_item("r", [1, 2], 2), None)
@@ -388,7 +388,7 @@ async def test_unsupported_media_are_refused() -> None:
         "have width 3, the model's have 4": (Rendering(), np.zeros((2, 3)), 500, "media_not_encoded"),
     }
     for text, (llm, embeddings, status, code) in refusals.items():
-        with pytest.raises(MediaRefused, match=text) as caught:
+        with pytest.raises(AttemptFailed, match=text) as caught:
             await engine_prompt(llm, item, embeddings)
         assert (caught.value.error.status, caught.value.error.code) == (status, code)
         assert not llm.requested

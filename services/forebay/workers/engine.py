@@ -50,6 +50,15 @@ class EngineRefused(Exception):
     """
 
 
+class AttemptFailed(Exception):
+    """An attempt at a request ends with an error. If `may_move`, it is a rejection as of `Failed`."""
+
+    def __init__(self, status: int, code: str, message: str, *, may_move: bool = False, retry_after_s: int = 0) -> None:
+        super().__init__(message)
+        self.error = ResponseError(status=status, code=code, message=message, retry_after_s=retry_after_s)
+        self.may_move = may_move
+
+
 def one_line(error: BaseException) -> str:
     """Return the message of an exception as one line of at most `TEXT_CHARS_MAX` characters."""
     return " ".join(str(error).split())[:TEXT_CHARS_MAX] or type(error).__name__

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forebay.events.requests import Sampling
-from forebay.events.tokens import ResponseError
+from forebay.workers.engine import AttemptFailed
 from forebay.workers.engines.loras import LoraAdapter
 from forebay.workers.engines.vllm.core import VllmCore
 from tests.harness.openai_server.cache import BlocksCleared, CacheEvent, LittleCache, StandinRequest
@@ -154,7 +154,7 @@ def install(monkeypatch: pytest.MonkeyPatch, sockets: Path) -> None:
     calls = SimpleNamespace(
         EngineDeadError=EngineDeadError,
         VLLMError=VLLMError,
-        response_error=lambda error: ResponseError(status=400, code="invalid_request", message=str(error)),
+        request_error=lambda error: AttemptFailed(400, "invalid_request", str(error)),
         sampling_params=lambda sampling, _transfer=None, _hints=None: sampling,
         lora_request=lambda adapter: adapter,
     )

@@ -7,6 +7,7 @@ from forebay import runtime
 from forebay.events.codec import MALFORMED
 from forebay.events.transfer import DESCRIPTOR_BYTES_MAX, Prefilled
 from forebay.events.work import WorkItem
+from forebay.workers.engine import AttemptFailed
 
 Decoded = TypeVar("Decoded")
 
@@ -50,8 +51,11 @@ class KeptKv:
         self._kept = {name: entry for name, entry in self._kept.items() if entry[1] > now_s}
 
 
-class Unfetchable(ValueError):
+class Unfetchable(AttemptFailed):
     """An engine cannot fetch the KV of a prompt, or cannot offer it. The message gives the reason."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(500, "engine_error", message)
 
 
 def fetchable(prefilled: Prefilled | None, connector: str, model: str, prompt_tokens: int) -> Prefilled:

@@ -39,7 +39,7 @@ from forebay.events.tokens import ResponseError, TokenLogprob
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.runtime.errors import cause_of
-from forebay.workers.engine import CacheChange, EngineError, EngineRefused, Publish, one_line
+from forebay.workers.engine import AttemptFailed, CacheChange, EngineError, EngineRefused, Publish, one_line
 from forebay.workers.engines.kv_descriptor import KeptKv, Unfetchable, offered
 from forebay.workers.engines.loras import LoraAdapter, Loras
 from forebay.workers.engines.settings import EngineSettings
@@ -162,12 +162,8 @@ class ModelEngine(ABC):
         """Run a small request suited to this engine's role. Raises the exceptions of the engine."""
 
     @abstractmethod
-    def _request_error(self, error: Exception) -> ResponseError | None:
-        """Return the error for a failed request; None if the engine died, so that other workers continue it."""
-
-    def _is_rejection(self, _error: Exception) -> bool:
-        """Return whether another engine may accept the request, if this attempt has no output."""
-        return False
+    def _request_error(self, error: Exception) -> AttemptFailed | None:
+        """Convert another exception of a request; None if the engine died, so that other workers continue it."""
 
     @abstractmethod
     async def _launch(self, spec: WorkerSpec) -> None:
@@ -336,37 +332,31 @@ class ModelEngine(ABC):
     async def _serve(self, item: WorkItem, rank: RankBuffer, run_request: RunRequest) -> None:
         await self._ready()
         prompt = unpack_u32(item.token_ids)
-        if error := self._refusal(item, len(prompt)):
-            rank.failed(item, error)
-        else:
-            try:
-                await run_request(item, prompt, rank)
-            except Exception as failure:  # noqa: BLE001 - engines raise what they like
-                error = self._request_error(failure)
-                if error is None:
-                    self._dead.set()  # other workers continue the requests of this engine
-                else:
-                    rank.failed(item, error, is_rejection=self._is_rejection(failure))
+        try:
+            self._check_request(item, len(prompt))
+            await run_request(item, prompt, rank)
+        except Exception as error:  # noqa: BLE001 - engines raise what they like
+            failed = error if isinstance(error, AttemptFailed) else self._request_error(error)
+            if failed is None:
+                self._dead.set()  # other workers continue the requests of this engine
+            else:
+                rank.failed(item, failed.error, is_rejection=failed.may_move)
         self._last_response_s = runtime.monotonic_s()
         self._wake.set()
 
-    def _refusal(self, item: WorkItem, prompt_tokens: int) -> ResponseError | None:
+    def _check_request(self, item: WorkItem, prompt_tokens: int) -> None:
+        """Raise AttemptFailed for a request that this engine cannot run."""
         if item.task not in self._tasks:
             does = ", ".join(self._tasks)
-            return ResponseError(
-                status=400, code="invalid_request", message=f"the model supports the tasks {does}, not {item.task}"
-            )
+            raise AttemptFailed(400, "invalid_request", f"the model supports the tasks {does}, not {item.task}")
         if item.media and not self.TAKES_MEDIA:
-            message = f"the {self.NAME} adapter supports text only"
-            return ResponseError(status=400, code="invalid_request", message=message)
+            raise AttemptFailed(400, "invalid_request", f"the {self.NAME} adapter supports text only")
         if item.lora_name and item.lora_name not in self._loras.loaded:
-            message = f"the adapter {item.lora_name} is not loaded on this worker"
-            return ResponseError(status=404, code="model_not_found", message=message)
+            raise AttemptFailed(404, "model_not_found", f"the adapter {item.lora_name} is not loaded on this worker")
         room = self._context_tokens - (item.task == "generate")
         if prompt_tokens > room:
             message = f"the prompt has {prompt_tokens} tokens, but the model's context allows at most {room}"
-            return ResponseError(status=400, code="context_length_exceeded", message=message)
-        return None
+            raise AttemptFailed(400, "context_length_exceeded", message)
 
     def _index(self, rank: int) -> int:
         return rank - self._settings.dp_start_rank

@@ -23,9 +23,8 @@ from forebay.engine_model.model import EngineLoad, Finished
 from forebay.events.base import U32_BYTES, unpack_u32, unpack_u64
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
-from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
-from forebay.workers.engine import EngineError, EngineRefused, Publish
+from forebay.workers.engine import AttemptFailed, EngineError, EngineRefused, Publish
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.runtime.rank_buffer import RankBuffer
 from forebay.workers.service import Cache, Refused, Request, Service
@@ -152,11 +151,12 @@ class ServiceEngine:
             detokenize=self._detokenize,
         )
         execution = _Execution(item, request)
-        if (refusal := self._refusal(item)) is not None:
-            self._fail(execution, refusal, "refused")
-        else:
+        try:
+            self._check_request(item)
             self._waiting[item.request_id] = execution
             self._begin_waiting()
+        except AttemptFailed as refusal:
+            self._fail(execution, refusal, "refused")
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
@@ -203,19 +203,17 @@ class ServiceEngine:
         for execution in dropped:
             self._abort(execution)
 
-    def _refusal(self, item: WorkItem) -> ResponseError | None:
+    def _check_request(self, item: WorkItem) -> None:
+        """Raise AttemptFailed for a request that the service cannot run."""
         name = self._service.name
         if item.task not in self._service.tasks:
-            return ResponseError(status=400, code="unsupported_task", message=f"{name} has no endpoint {item.task}")
+            raise AttemptFailed(400, "unsupported_task", f"{name} has no endpoint {item.task}")
         if item.lora_name and item.lora_name not in self._loras:
-            message = f"{name} has not loaded the adapter {item.lora_name}"
-            return ResponseError(status=404, code="adapter_not_loaded", message=message)
+            raise AttemptFailed(404, "adapter_not_loaded", f"{name} has not loaded the adapter {item.lora_name}")
         if item.sampling.logprobs is not None:
-            return ResponseError(status=400, code="unsupported_parameter", message=f"{name} does not support logprobs")
+            raise AttemptFailed(400, "unsupported_parameter", f"{name} does not support logprobs")
         if len(self._waiting) >= WAITING_MAX:
-            message = f"{name}: {WAITING_MAX} requests are already waiting"
-            return ResponseError(status=503, code="engine_overloaded", message=message)
-        return None
+            raise AttemptFailed(503, "engine_overloaded", f"{name}: {WAITING_MAX} requests are already waiting")
 
     def _begin(self, execution: _Execution) -> None:
         self._running[execution.item.request_id] = execution
@@ -245,15 +243,13 @@ class ServiceEngine:
         try:
             await serve(execution)
         except Refused as error:
-            self._fail(
-                execution, ResponseError(status=400, code="invalid_request", message=_describe(error)), "refused"
-            )
+            self._fail(execution, AttemptFailed(400, "invalid_request", _describe(error)), "refused")
         except Exception as error:
             where = self._service.endpoint_name(execution.item.task)
             if self._is_running(execution):
                 logger.exception("%s failed on %s", where, execution.item.request_id)
-            message = f"{where} failed: {_describe(error)}"
-            self._fail(execution, ResponseError(status=500, code="engine_error", message=message), "failed")
+            failed = AttemptFailed(500, "engine_error", f"{where} failed: {_describe(error)}")
+            self._fail(execution, failed, "failed")
 
     async def _generate(self, execution: _Execution) -> None:
         sampling, stops = execution.item.sampling, frozenset(execution.item.sampling.stop_token_ids)
@@ -323,9 +319,9 @@ class ServiceEngine:
             self._rank.finished(Finished(item.request_id, item.attempt, reason, *tokens))
             self._count_outcome(execution, "ok")
 
-    def _fail(self, execution: _Execution, error: ResponseError, outcome: Outcome) -> None:
+    def _fail(self, execution: _Execution, failed: AttemptFailed, outcome: Outcome) -> None:
         if execution.task is None or self._remove(execution):
-            self._rank.failed(execution.item, error)
+            self._rank.failed(execution.item, failed.error)
             self._count_outcome(execution, outcome)
             self._wake.set()
 

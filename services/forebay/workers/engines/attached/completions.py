@@ -15,7 +15,7 @@ import msgspec
 from forebay.events.base import U32_BYTES
 from forebay.events.codec import MALFORMED
 from forebay.events.requests import Sampling, StructuredOutput
-from forebay.events.tokens import ResponseError, TokenLogprob
+from forebay.events.tokens import TokenLogprob
 from forebay.events.transfer import KvLayout, Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError, one_line
@@ -242,7 +242,7 @@ class Completions:
         reason = REASONS.get(choice.finish_reason.lower(), "stop") if choice.finish_reason else ""
         if reason == "error":
             message = f"the server {self._server.url} ended the response with an error"
-            raise Rejected(ResponseError(status=502, code="engine_error", message=message), may_move=True)
+            raise Rejected(502, "engine_error", message, may_move=True)
         token_ids = choice.token_ids if self.returns_token_ids else None
         if self.returns_token_ids and token_ids is None:
             if choice.text or not reason:
@@ -311,13 +311,13 @@ class Completions:
     def _structured(self, structured: StructuredOutput) -> dict[str, Any]:
         if self._kind not in EXTENDED:  # others would ignore the field, and generate any text
             message = f"the server {self._server.url} does not support structured output; attach vLLM or SGLang"
-            raise Rejected(ResponseError(status=501, code="not_supported", message=message))
+            raise Rejected(501, "not_supported", message)
         try:
             if self._kind == "sglang":
                 return dict([structured_argument(structured)])
             return {"structured_outputs": structured_arguments(structured)}
         except ValueError as error:
-            raise Rejected(ResponseError(status=400, code="invalid_request", message=one_line(error))) from None
+            raise Rejected(400, "invalid_request", one_line(error)) from None
 
     def _read(self, data: bytes, *, is_error: bool = False) -> _Completion:
         """Decode a response or an event of a stream.

@@ -29,9 +29,8 @@ from forebay.events.base import U32_BYTES, unpack_u64
 from forebay.events.codec import MALFORMED
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
-from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
-from forebay.workers.engine import EngineError, EngineRefused, one_line
+from forebay.workers.engine import AttemptFailed, EngineError, EngineRefused, one_line
 from forebay.workers.engines.attached.completions import (
     HALF_LEASE_S,
     LAYOUT,
@@ -44,7 +43,6 @@ from forebay.workers.engines.attached.completions import (
 )
 from forebay.workers.engines.attached.errors import OVERLOADED_CODE, Rejected, StreamCut, message_of
 from forebay.workers.engines.attached.server import MetricsUnreadable, ServerInfo, ServerLoad, UpstreamServer, read_load
-from forebay.workers.engines.kv_descriptor import Unfetchable
 from forebay.workers.engines.loras import LoraAdapter, Loras
 from forebay.workers.engines.model_engine import CANARY_TOKENS, GeneratedResponse, ModelEngine
 from forebay.workers.engines.settings import EngineSettings
@@ -257,39 +255,37 @@ class AttachedEngine(ModelEngine):
 
     # Requests
 
-    def _refusal(self, item: WorkItem, prompt_tokens: int) -> ResponseError | None:
+    def _check_request(self, item: WorkItem, prompt_tokens: int) -> None:
         if item.cache_namespace and not (self._api.salts_cache or self._attached.allow_shared_cache):
             message = (
                 f"the server {self._url} cannot separate the cache of the namespace of this request;"
                 " --allow-shared-cache permits it"
             )
-            return ResponseError(status=501, code="not_supported", message=message)
+            raise AttemptFailed(501, "not_supported", message)
         if item.sampling.logprobs is not None and not self._api.returns_logprobs:
             message = f"the server {self._url} returns no log probabilities with token ids; only vLLM does"
-            return ResponseError(status=501, code="not_supported", message=message)
+            raise AttemptFailed(501, "not_supported", message)
         if item.output_tokens:
             reason = why_not_continued(item.sampling)
             if not reason and not self._api.takes_token_ids:
                 reason = f"the server {self._url} accepts text only"
             if reason:
-                return interrupted(item.output_tokens, reason)
-        return super()._refusal(item, prompt_tokens)
+                raise interrupted(item.output_tokens, reason)
+        super()._check_request(item, prompt_tokens)
 
-    def _request_error(self, error: Exception) -> ResponseError | None:
-        match error:
-            case Rejected():
-                self.counts["rejected"] += 1
-                return error.error
-            case EngineError():
-                logger.warning("the server is lost: %s", error)
-                return None
-            case Unfetchable():
-                return ResponseError(status=502, code="engine_error", message=str(error))
+    async def _run_request(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
+        try:
+            await super()._run_request(item, prompt, rank)
+        except Rejected:
+            self.counts["rejected"] += 1
+            raise
+
+    def _request_error(self, error: Exception) -> AttemptFailed | None:
+        if isinstance(error, EngineError):
+            logger.warning("the server is lost: %s", error)
+            return None
         logger.error("unexpected error of a request; the worker continues", exc_info=error)
-        return ResponseError(status=500, code="engine_error", message=one_line(error))
-
-    def _is_rejection(self, error: Exception) -> bool:
-        return isinstance(error, Rejected) and error.may_move
+        return AttemptFailed(500, "engine_error", one_line(error))
 
     def _call(self, item: WorkItem, prompt: list[int], sampling: Sampling, transfer: Mapping[str, Any] | None) -> Call:
         return Call(
@@ -322,11 +318,11 @@ class AttachedEngine(ModelEngine):
                 if self._api.returns_token_ids and len(output) >= allowed.max_tokens:
                     return self._end_response(response, "length")
                 if attempt == CONTINUATIONS_MAX:
-                    error = interrupted(response.tokens, f"the server cut its stream again: {cut}")
-                    raise Rejected(error, may_move=True) from None
+                    reason = f"the server cut its stream again: {cut}"
+                    raise interrupted(response.tokens, reason, may_move=True) from None
                 reason = self._why_not_repeated(response)
                 if reason:
-                    raise Rejected(interrupted(response.tokens, reason)) from None
+                    raise interrupted(response.tokens, reason) from None
                 self.counts["continued"] += 1
 
     async def _require_alive(self, response: GeneratedResponse, cut: Exception) -> None:
@@ -337,7 +333,7 @@ class AttachedEngine(ModelEngine):
             if response.tokens and not self._api.returns_token_ids:
                 # Another worker would continue with tokens that the server did not generate.
                 self._dead.set()
-                raise Rejected(interrupted(response.tokens, f"the server returned text only: {cut}")) from None
+                raise interrupted(response.tokens, f"the server returned text only: {cut}") from None
             raise
 
     def _why_not_repeated(self, response: GeneratedResponse) -> str:
@@ -394,10 +390,10 @@ class AttachedEngine(ModelEngine):
                 await self._check_server()
             raise
         except StreamCut as cut:
-            raise Rejected(ResponseError(status=502, code="engine_error", message=str(cut)), may_move=True) from None
+            raise Rejected(502, "engine_error", str(cut), may_move=True) from None
         if done.transfer is None:
             message = f"the server {self._url} keeps no KV for others: start it with --kv-transfer-config"
-            raise Rejected(ResponseError(status=501, code="not_supported", message=message))
+            raise Rejected(501, "not_supported", message)
         prefilled = offer(item, self._worker_id, self._settings.model_name, done.transfer)
         self._kept.add(item.request_id, VLLM_LEASE_S)
         cached = expected if done.cached_tokens is None else done.cached_tokens
@@ -415,13 +411,6 @@ class AttachedEngine(ModelEngine):
         if isinstance(error, Rejected) and error.error.status >= SERVER_ERROR and error.error.code != OVERLOADED_CODE:
             return error.error.message  # vLLM does not report whether the fetch failed
         return super()._fetch_failure(error)
-
-    def _finish(self, item: WorkItem, rank: RankBuffer, why: str, tokens: tuple[int, int, int]) -> None:
-        if why == "abort":  # the server dropped the request, which may be sent again
-            message = f"the server {self._url} aborted the request"
-            rank.failed(item, ResponseError(status=503, code="engine_error", message=message))
-        else:
-            super()._finish(item, rank, why, tokens)
 
     # Commands
 
@@ -514,6 +503,6 @@ def why_not_continued(sampling: Sampling) -> str:
     return ""
 
 
-def interrupted(tokens: int, reason: str) -> ResponseError:
+def interrupted(tokens: int, reason: str, *, may_move: bool = False) -> Rejected:
     message = f"the response was interrupted after {tokens} output tokens: {reason}"
-    return ResponseError(status=502, code="response_interrupted", message=message)
+    return Rejected(502, "response_interrupted", message, may_move=may_move)

@@ -9,8 +9,7 @@ import msgspec
 
 from forebay import runtime
 from forebay.events.codec import MALFORMED
-from forebay.events.tokens import ResponseError
-from forebay.workers.engine import TEXT_CHARS_MAX
+from forebay.workers.engine import TEXT_CHARS_MAX, AttemptFailed
 
 OPERATOR = frozenset((401, 402, 403, 405, 407))
 """Statuses for which forebay's own credentials, account or address are responsible, not the client's request."""
@@ -25,17 +24,10 @@ FASTCHAT_INVALID = range(40_300, 40_400)
 INVALID_TYPES = frozenset(("invalid_request_error", "BadRequestError", "NotFoundError"))
 
 
-class Rejected(Exception):
-    """The server responded with an error, or forebay cannot send it the request.
+class Rejected(AttemptFailed):
+    """The server responded with an error, whose `body` may be known, or forebay cannot send it the request."""
 
-    If `may_move`, another may accept it.
-    """
-
-    def __init__(self, error: ResponseError, *, may_move: bool = False, body: bytes = b"") -> None:
-        super().__init__(error.message)
-        self.error = error
-        self.may_move = may_move
-        self.body = body
+    body = b""
 
 
 class StreamCut(Exception):
@@ -92,19 +84,15 @@ def rejection(url: str, status: int, body: bytes, retry_after: str = "") -> Reje
     text, after_s = message_of(body), _seconds(retry_after)
     if status in OPERATOR:
         hint = "denied access; set --upstream-api-key-file" if status in UNAUTHORIZED else f"responded with {status}"
-        error = ResponseError(
-            status=502, code="engine_error", message=f"the server {url} {hint}: {text}", retry_after_s=after_s
-        )
-        return Rejected(error, may_move=True, body=body)
+        message = f"the server {url} {hint}: {text}"
+        return Rejected(502, "engine_error", message, may_move=True, retry_after_s=after_s)
     if 400 <= status < 500 and status not in OVERLOADED:
-        return Rejected(ResponseError(status=status, code="invalid_request", message=text), body=body)
-    error = ResponseError(
-        status=OVERLOADED.get(status, 502),
-        code=OVERLOADED_CODE if status in OVERLOADED else "engine_error",
-        message=f"the server responded with {status}: {text}",
-        retry_after_s=after_s,
-    )
-    return Rejected(error, may_move=True, body=body)
+        rejected = Rejected(status, "invalid_request", text)
+        rejected.body = body
+        return rejected
+    code = OVERLOADED_CODE if status in OVERLOADED else "engine_error"
+    message = f"the server responded with {status}: {text}"
+    return Rejected(OVERLOADED.get(status, 502), code, message, may_move=True, retry_after_s=after_s)
 
 
 def error_in(url: str, data: bytes, *, is_error: bool = False) -> Rejected | None:
@@ -120,8 +108,7 @@ def error_in(url: str, data: bytes, *, is_error: bool = False) -> Rejected | Non
     status = _status(found)
     if status is not None:
         return rejection(url, status, data)
-    error = ResponseError(status=502, code="engine_error", message=message_of(data))
-    return Rejected(error, may_move=True, body=data)
+    return Rejected(502, "engine_error", message_of(data), may_move=True)
 
 
 def _status(found: _Body) -> int | None:

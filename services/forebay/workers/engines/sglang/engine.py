@@ -25,9 +25,9 @@ from typing import Annotated, Any
 import msgspec
 
 from forebay.events.fleet import WorkerSpec
-from forebay.events.tokens import ResponseError, TokenLogprob
+from forebay.events.tokens import TokenLogprob
 from forebay.events.work import WorkItem
-from forebay.workers.engine import EngineError, EngineRefused, one_line
+from forebay.workers.engine import AttemptFailed, EngineError, EngineRefused, one_line
 from forebay.workers.engines.kv_descriptor import decoded
 from forebay.workers.engines.loras import LoraAdapter
 from forebay.workers.engines.model_engine import CANARY_TOKENS, DROPS_WEIGHTS, WATCH_S, GeneratedResponse, ModelEngine
@@ -78,12 +78,6 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
 
 def new_room(rank: int, dp_size: int) -> int:
     return secrets.randbits(ROOM_BITS) // dp_size * dp_size + rank
-
-
-class _Aborted(Exception):
-    def __init__(self, error: ResponseError) -> None:
-        super().__init__(error.message)
-        self.error = error
 
 
 class SglangEngine(ModelEngine):
@@ -148,9 +142,6 @@ class SglangEngine(ModelEngine):
 
     def _is_dead(self) -> bool:
         return self._core.is_dead
-
-    def _death(self) -> str:
-        return "a process of SGLang died; see its log for the cause"
 
     async def _run_canary(self, rank: int) -> None:
         prompt = [0] * min(CANARY_TOKENS, self._context_tokens - 1)
@@ -228,14 +219,14 @@ class SglangEngine(ModelEngine):
         finally:
             self._submitted.discard(task)
 
-    def _refusal(self, item: WorkItem, prompt_tokens: int) -> ResponseError | None:
+    def _check_request(self, item: WorkItem, prompt_tokens: int) -> None:
         stage = self._settings.role if self._settings.role in DISAGGREGATION else "aggregated"
         if item.stage != stage:
             message = f"this SGLang worker runs only the stage {stage}, got {item.stage}"
             if stage == "decode":
                 message += ": it computes no prompts, so its pool needs prefill workers for every request"
-            return ResponseError(status=501, code="not_supported", message=message)
-        return super()._refusal(item, prompt_tokens)
+            raise AttemptFailed(501, "not_supported", message)
+        super()._check_request(item, prompt_tokens)
 
     async def _prefill(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
         """Report the descriptor at once, because SGLang computes the prompt only after the decode worker connected."""
@@ -250,7 +241,7 @@ class SglangEngine(ModelEngine):
                 try:
                     async for output in outputs:
                         if (reason := output["meta_info"]["finish_reason"]) and reason["type"] == "abort":
-                            raise _Aborted(sglang_requests.abort_error(reason))
+                            raise sglang_requests.abort_error(reason)
                 finally:
                     await outputs.aclose()
         except Exception as error:
@@ -270,7 +261,7 @@ class SglangEngine(ModelEngine):
         return decoded(item.prefilled, CONNECTOR, self._settings.model_name, prompt_tokens, decode), LEASE_S
 
     def _fetch_failure(self, error: Exception) -> str | None:
-        if isinstance(error, _Aborted) and error.error.status >= SERVER_ERROR:
+        if isinstance(error, AttemptFailed) and error.error.status >= SERVER_ERROR:
             return error.error.message
         return super()._fetch_failure(error)
 
@@ -297,7 +288,7 @@ class SglangEngine(ModelEngine):
                 meta = output["meta_info"]
                 reason = meta["finish_reason"]
                 if reason is not None and reason["type"] == "abort":
-                    raise _Aborted(sglang_requests.abort_error(reason))  # its tokens repeat the previous ones
+                    raise sglang_requests.abort_error(reason)  # its tokens repeat the previous ones
                 token_ids = output["output_ids"]
                 logprobs: Sequence[TokenLogprob] = ()
                 if token_ids and top is not None:
@@ -321,13 +312,11 @@ class SglangEngine(ModelEngine):
             rank.embedded(item, struct.pack(f"<{len(vector)}f", *vector))
             self._finish(item, rank, "stop", (len(prompt), 0, 0))
 
-    def _request_error(self, error: Exception) -> ResponseError | None:
-        if isinstance(error, _Aborted):
-            return error.error
+    def _request_error(self, error: Exception) -> AttemptFailed | None:
         if self._core.is_dead:
             return None
         if isinstance(error, ValueError):
-            return ResponseError(status=400, code="invalid_request", message=one_line(error))
+            return AttemptFailed(400, "invalid_request", one_line(error))
         status = getattr(error, "status_code", 500)  # of an HTTP exception
         return sglang_requests.status_error(status, str(getattr(error, "detail", None) or one_line(error)))
 

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from forebay.events.requests import Sampling, StructuredOutput
-from forebay.events.tokens import ResponseError, TokenLogprob
+from forebay.events.tokens import TokenLogprob
+from forebay.workers.engine import AttemptFailed
 from forebay.workers.engines.vllm.requests import token_logprob
 
 ANY_OBJECT = '{"type": "object"}'
@@ -81,20 +82,20 @@ def token_logprobs(meta: Mapping[str, Any], top: int) -> tuple[TokenLogprob, ...
     return tuple(converted)
 
 
-def abort_error(reason: Mapping[str, Any]) -> ResponseError:
+def abort_error(reason: Mapping[str, Any]) -> AttemptFailed:
     return status_error(reason.get("status_code"), reason.get("message") or "no reason given")
 
 
-def status_error(status: Any, message: str) -> ResponseError:
+def status_error(status: Any, message: str) -> AttemptFailed:
     """Return the error for a request that SGLang ended with an HTTP status.
 
     None means that SGLang dropped the request: the error has status 503, so that the client may retry.
     """
     number = 503 if status is None else int(status)
     if 400 <= number < 500:
-        return ResponseError(status=number, code="invalid_request", message=message)
+        return AttemptFailed(number, "invalid_request", message)
     code = "engine_overloaded" if number == 503 else "engine_error"
-    return ResponseError(status=number, code=code, message=f"SGLang ended the request: {message}")
+    return AttemptFailed(number, code, f"SGLang ended the request: {message}")
 
 
 def engine_priority(priority: int, arguments: Mapping[str, Any]) -> int | None:

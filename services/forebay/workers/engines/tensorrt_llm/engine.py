@@ -23,10 +23,10 @@ import msgspec
 
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
-from forebay.events.tokens import ResponseError, TokenLogprob
+from forebay.events.tokens import TokenLogprob
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
-from forebay.workers.engine import EngineError, one_line
+from forebay.workers.engine import AttemptFailed, EngineError, one_line
 from forebay.workers.engines.kv_descriptor import Unfetchable, decoded
 from forebay.workers.engines.loras import LoraAdapter, Loras
 from forebay.workers.engines.model_engine import CANARY_TOKENS, GeneratedResponse, ModelEngine, start_errors
@@ -253,8 +253,7 @@ class TensorRtLlmEngine(ModelEngine):
     async def _prefill(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
         if self._settings.role != "prefill":
             message = f"a worker with the role {self._settings.role} keeps no KV for other workers"
-            rank.failed(item, ResponseError(status=501, code="not_supported", message=message))
-            return
+            raise AttemptFailed(501, "not_supported", message)
         sampling = msgspec.structs.replace(item.sampling, **PREFILL_SAMPLING)
         output = self._llm.generate_async(
             inputs=prompt,
@@ -270,15 +269,10 @@ class TensorRtLlmEngine(ModelEngine):
             raise
         self._log(output)
         (one,) = result.outputs
-        try:
-            if one.finish_reason == "stop":
-                raise Unfetchable(
-                    "the response ends with its first token; only a worker that also decodes can serve it"
-                )
-            packed, cached = descriptor(one.disaggregated_params), getattr(result, "cached_tokens", 0) or 0
-            self._offer(item, rank, CONNECTOR, packed, LEASE_S, cached)
-        except Unfetchable as error:
-            rank.failed(item, ResponseError(status=500, code="engine_error", message=str(error)))
+        if one.finish_reason == "stop":
+            raise Unfetchable("the response ends with its first token; only a worker that also decodes can serve it")
+        packed, cached = descriptor(one.disaggregated_params), getattr(result, "cached_tokens", 0) or 0
+        self._offer(item, rank, CONNECTOR, packed, LEASE_S, cached)
 
     def _transfer(self, item: WorkItem, prompt_tokens: int) -> tuple[Any, float]:
         fields = transfer_fields(item.prefilled, self._settings.model_name, prompt_tokens, self._types.Logprob)
@@ -325,12 +319,12 @@ class TensorRtLlmEngine(ModelEngine):
         if self._log_request is not None and metrics:
             self._log_request(dict(metrics))
 
-    def _request_error(self, error: Exception) -> ResponseError | None:
+    def _request_error(self, error: Exception) -> AttemptFailed | None:
         if self._is_dead():
             return None
         if is_refusal(error):
-            return ResponseError(status=400, code="invalid_request", message=one_line(error))
-        return ResponseError(status=500, code="engine_error", message=f"TensorRT-LLM failed: {one_line(error)}")
+            return AttemptFailed(400, "invalid_request", one_line(error))
+        return AttemptFailed(500, "engine_error", f"TensorRT-LLM failed: {one_line(error)}")
 
     def _has_lora(self) -> bool:
         return self._llm.args.lora_config is not None

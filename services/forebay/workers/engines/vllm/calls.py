@@ -11,14 +11,12 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from forebay.events.requests import Sampling
-from forebay.events.tokens import ResponseError
-from forebay.workers.engine import one_line
+from forebay.workers.engine import AttemptFailed, one_line
 from forebay.workers.engines.loras import LoraAdapter
-from forebay.workers.engines.vllm.media import MediaRefused
 from forebay.workers.engines.vllm.requests import sampling_arguments, structured_arguments
 from forebay.workers.engines.vllm.tiers.configuration import HINTS, RequestHints
 
-__all__ = ["EngineDeadError", "VLLMError", "lora_request", "pooling_params", "response_error", "sampling_params"]
+__all__ = ["EngineDeadError", "VLLMError", "lora_request", "pooling_params", "request_error", "sampling_params"]
 
 
 def sampling_params(
@@ -49,12 +47,10 @@ def lora_request(adapter: LoraAdapter) -> LoRARequest:
     return LoRARequest(adapter.name, adapter.number, adapter.directory)
 
 
-def response_error(error: Exception) -> ResponseError:
+def request_error(error: Exception) -> AttemptFailed:
     if isinstance(error, GracefulHTTPError):
-        return ResponseError(status=int(error.http_status), code="engine_overloaded", message=one_line(error))
-    if isinstance(error, MediaRefused):
-        return error.error
+        return AttemptFailed(int(error.http_status), "engine_overloaded", one_line(error))
     cause = error.__cause__ or error
     if isinstance(error, VLLMClientError) or isinstance(cause, ValueError | VLLMClientError):
-        return ResponseError(status=400, code="invalid_request", message=one_line(cause))
-    return ResponseError(status=500, code="engine_error", message=f"vLLM failed: {one_line(cause)}")
+        return AttemptFailed(400, "invalid_request", one_line(cause))
+    return AttemptFailed(500, "engine_error", f"vLLM failed: {one_line(cause)}")

@@ -23,10 +23,10 @@ from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.progress import OnboardedTokens
 from forebay.events.requests import Sampling
-from forebay.events.tokens import ResponseError, TokenLogprob
+from forebay.events.tokens import TokenLogprob
 from forebay.events.transfer import KvLayout, Prefilled
 from forebay.events.work import WorkItem
-from forebay.workers.engine import EngineError, EngineRefused, one_line
+from forebay.workers.engine import AttemptFailed, EngineError, EngineRefused, one_line
 from forebay.workers.engines.kv_descriptor import Unfetchable
 from forebay.workers.engines.loras import LoraAdapter
 from forebay.workers.engines.model_engine import DROPS_WEIGHTS, REASONS, GeneratedResponse, ModelEngine
@@ -157,9 +157,6 @@ class VllmEngine(ModelEngine):
     def _is_dead(self) -> bool:
         return self.llm is None or self.llm.errored
 
-    def _death(self) -> str:
-        return "the engine core of vLLM died; see its log for the cause"
-
     async def _run_canary(self, rank: int) -> None:
         # Without transfer parameters, prefill and decode workers respond to it alone.
         prompt = prompt_of([0] * min(CANARY_TOKENS, self._context_tokens - 1))
@@ -250,14 +247,14 @@ class VllmEngine(ModelEngine):
             prompt = await engine_prompt(self.llm, item, embeddings)
         await super()._run_request(item, prompt, rank)
 
-    def _request_error(self, error: Exception) -> ResponseError | None:
+    def _request_error(self, error: Exception) -> AttemptFailed | None:
         if isinstance(error, self._calls.EngineDeadError):
             return None
         if not isinstance(error, self._calls.VLLMError | ValueError):
             # The request fails, because on other workers it would probably fail in the same way.
             message = "vLLM raised an unexpected error, so one request ends with an error; the worker continues"
             logger.error(message, exc_info=error)
-        converted: ResponseError = self._calls.response_error(error)
+        converted: AttemptFailed = self._calls.request_error(error)
         return converted
 
     def _outputs(self, item: WorkItem, prompt: Any, params: Any) -> AsyncIterator[Any]:
@@ -279,19 +276,14 @@ class VllmEngine(ModelEngine):
         if (transfer_params := last.kv_transfer_params) is None:
             if (reason := last.outputs[0].finish_reason) in REASONS:
                 message = "vLLM keeps no KV for other workers: start this worker with --role prefill"
-                rank.failed(item, ResponseError(status=501, code="not_supported", message=message))
-            else:
-                self._finish(item, rank, reason, (0, 0, 0))
+                raise AttemptFailed(501, "not_supported", message)
+            self._finish(item, rank, reason, (0, 0, 0))
             return
-        try:
-            # vLLM's core uses this clock too, because it runs on this machine.
-            computed_s = getattr(last.metrics, "last_token_ts", None) or began_s
-            prefilled = self._transfers.offer(item, transfer_params, time.monotonic() - computed_s)
-        except Unfetchable as error:
-            rank.failed(item, ResponseError(status=500, code="engine_error", message=str(error)))
-        else:
-            onboarded = self._onboarded.pop(item.request_id, ())
-            rank.prefilled(item, prefilled, last.num_cached_tokens or 0, onboarded)
+        # vLLM's core uses this clock too, because it runs on this machine.
+        computed_s = getattr(last.metrics, "last_token_ts", None) or began_s
+        prefilled = self._transfers.offer(item, transfer_params, time.monotonic() - computed_s)
+        onboarded = self._onboarded.pop(item.request_id, ())
+        rank.prefilled(item, prefilled, last.num_cached_tokens or 0, onboarded)
 
     def _hints(self, item: WorkItem) -> RequestHints | None:
         if self._settings.tiers is None:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.events.base import unpack_u32
 from forebay.events.media import Media
-from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
+from forebay.workers.engine import AttemptFailed
 from forebay.workers.engines.encode import MediaUnusable
 from forebay.workers.engines.vllm.requests import prompt_of
 
@@ -23,18 +23,10 @@ if TYPE_CHECKING:
     from forebay.workers.kv_transfer.embeddings import Array
 
 
-class MediaRefused(ValueError):
-    """The engine cannot process the images or videos of a request."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.error = ResponseError(status=status, code=code, message=message)
-
-
 async def engine_prompt(llm: Any, item: WorkItem, embeddings: "Array | None") -> dict[str, Any]:
     """Return the prompt of a request in vLLM's format.
 
-    Without embeddings, of shape [placeholder tokens, width], vLLM encodes the media. Raises MediaRefused if the engine
+    Without embeddings, of shape [placeholder tokens, width], vLLM encodes the media. Raises AttemptFailed if the engine
     cannot process the media, ValueError if vLLM's processor rejects the prompt.
     """
     token_ids = unpack_u32(item.token_ids)
@@ -42,16 +34,16 @@ async def engine_prompt(llm: Any, item: WorkItem, embeddings: "Array | None") ->
         return prompt_of(token_ids, item.cache_namespace)
     config = llm.vllm_config.model_config
     if not config.supports_multimodal_inputs:
-        raise MediaRefused(501, "media_not_supported", "the model of this worker does not support images or videos")
+        raise AttemptFailed(501, "media_not_supported", "the model of this worker does not support images or videos")
     if embeddings is None:
         try:
             fields = await asyncio.to_thread(raw_prompt, item)
         except MediaUnusable as error:
-            raise MediaRefused(400, "media_not_encoded", str(error)) from error
+            raise AttemptFailed(400, "media_not_encoded", str(error)) from error
     else:
         if (width := embeddings.shape[1]) != (wanted := config.get_inputs_embeds_size()):
             message = f"the encode worker's embeddings have width {width}, the model's have {wanted}"
-            raise MediaRefused(500, "media_not_encoded", message)
+            raise AttemptFailed(500, "media_not_encoded", message)
         fields = _as_tensors(embedded_prompt(item, embeddings))
     if item.cache_namespace:
         fields["cache_salt"] = item.cache_namespace
@@ -59,7 +51,7 @@ async def engine_prompt(llm: Any, item: WorkItem, embeddings: "Array | None") ->
     (prompt,) = await llm.renderer.render_cmpl_async([fields], skip_mm_cache=True)
     if (made := prompt["prompt_token_ids"]) != token_ids:
         message = f"vLLM expands the prompt to {len(made)} tokens, the ingress by config.json to {len(token_ids)}"
-        raise MediaRefused(501, "media_not_supported", f"{message}; images of this model are not supported")
+        raise AttemptFailed(501, "media_not_supported", f"{message}; images of this model are not supported")
     return dict(prompt)
 
 
