@@ -524,6 +524,17 @@ def test_a_prefix_that_others_left_at_many_places_is_one_stretch_again() -> None
     assert load.count_nodes() == 0
 
 
+def test_a_prefix_with_a_request_of_its_own_stays_a_stretch_of_its_own() -> None:
+    load = loaded()
+    prompt = extend_chain(None, list(range(8)))
+    for name, blocks in (("short", prompt[:4]), ("long", prompt), ("other", [*prompt[:4], 4])):
+        load.book(name, ("w", 0), prefill_tokens=0, blocks=blocks)
+    load.free("other")
+    assert load.count_nodes() == 2
+    load.free("short")
+    assert load.count_nodes() == 1
+
+
 def test_a_class_that_can_pay_earns_nothing_more() -> None:
     blocked = [held(at, policy_class="batch") for at in (1, 2)]
     queues = queue(held(0), *blocked)
