@@ -63,7 +63,7 @@ def test_an_adapter_is_loaded_used_and_unloaded(system: tuple[Up, Path], tmp_pat
         ["mock-0", "default", "refused"],
         ["mock-1", "default", "done"],
     ]
-    assert err == "forebay: 1 of 2 workers did not unload_lora: mock-0: the adapter sql is not loaded\n"
+    assert err == "forebay: 1 of 2 workers did not unload_lora: mock-0: the adapter 'sql' is not loaded; loaded: none\n"
     assert completion(up, "sql").status_code == 404
 
 

@@ -67,7 +67,7 @@ class Tiers:
                 payload[:] = self.stored[name.key]
             for name in wanted[arrived:]:
                 self.stored.pop(name.key)
-            result = LoadResult(arrived, 16 * arrived, 1, {"host": arrived}, {"host": 1})
+            result = LoadResult(arrived, {"host": arrived}, {"host": 1})
             self.ended.append(partial(done, result))
 
         self.copies.append(copy)

@@ -27,8 +27,7 @@ from forebay.workers.kv_events.engine_events import (
     StoredBlocks,
 )
 from forebay.workers.kv_events.resident import CONTRADICTIONS_MAX, KvTracker, ResidentBlocks, TrackerResult
-from forebay.workers.kv_events.sglang_wire import decode_sglang
-from forebay.workers.kv_events.vllm_wire import VllmDecoder
+from forebay.workers.kv_events.zmq_wire import VllmDecoder, decode_sglang
 from forebay.workers.runtime.cache_events import CacheEvents
 from tests.workers.kv_events.captured import (
     A_HASHES,

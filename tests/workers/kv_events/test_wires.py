@@ -22,8 +22,7 @@ from forebay.workers.kv_events.engine_events import (
     RemovedBlocks,
     StoredBlocks,
 )
-from forebay.workers.kv_events.sglang_wire import decode_sglang
-from forebay.workers.kv_events.vllm_wire import VllmDecoder
+from forebay.workers.kv_events.zmq_wire import VllmDecoder, decode_sglang
 from tests.workers.kv_events.captured import (
     A_HASHES,
     LORA_HASHES,

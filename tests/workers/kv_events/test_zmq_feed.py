@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 from forebay.engine_model.model import Removed, Stored
 from forebay.workers.engine import Cleared, EngineError
 from forebay.workers.kv_events.resident import Change, ResidentBlocks
-from forebay.workers.kv_events.vllm_wire import VllmDecoder
 from forebay.workers.kv_events.zmq_feed import END_OF_REPLAY, KvEventMetrics, KvFeed, KvSource
+from forebay.workers.kv_events.zmq_wire import VllmDecoder
 from tests.workers.conftest import until
 from tests.workers.kv_events.captured import A_HASHES, PROMPT, VLLM_BATCHES, ours, payload, vllm_stored
 
@@ -165,7 +165,7 @@ async def test_batches_before_the_subscription_are_replayed() -> None:
             await publisher.publish(events)
         async with feeding(publisher.source) as (feed, announced):
             await until(lambda: feed.sequence.next_seq == len(VLLM_BATCHES))
-            assert announced.held == set(NAMES) == set(feed.held())
+            assert announced.held == set(NAMES) == set(feed.resident.held())
             assert feed.counts == {"replayed": len(VLLM_BATCHES)} and not announced.lost
             assert publisher.requested[0] == 0
 

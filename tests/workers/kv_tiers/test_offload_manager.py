@@ -41,9 +41,9 @@ def test_offloaded_blocks_are_loaded_with_the_same_bytes(tier: LowerTier, tmp_pa
         assert one.offers == [1]
         assert one.held[tier] == {*PROMPT}
         result = one.load(range(20))
-        assert (result.blocks, result.by_tier, result.bytes) == (12, {tier: 12}, 12 * BLOCK_BYTES)
+        assert (result.blocks, result.by_tier) == (12, {tier: 12})
         (onboarded,) = result.onboarded(16)
-        assert onboarded == OnboardedTokens(tier=tier, tokens=12 * 16, us=result.us)
+        assert onboarded == OnboardedTokens(tier=tier, tokens=12 * 16, us=result.us_by_tier[tier])
         counters = one.tiers.counters()
         assert (counters.matched_tokens, counters.onboarded_blocks[tier]) == (12 * 16, 12)
         assert counters.offloaded_blocks["device", tier] == 12

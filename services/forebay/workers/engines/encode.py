@@ -23,9 +23,8 @@ from forebay.engine_model.model import EngineLoad
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.media import Encoded, Media
-from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
-from forebay.workers.engine import EngineBatch, EngineError, EngineRefused, Failed, MediaEncoded, Publish
+from forebay.workers.engine import AttemptFailed, EngineBatch, EngineError, EngineRefused, Failed, MediaEncoded, Publish
 from forebay.workers.kv_transfer.embeddings import ARENA_BYTES, LEASE_S, EmbeddingTransfer
 from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name, load_nixl
 
@@ -44,8 +43,11 @@ WEIGHT_MAX = 8
 IMAGE_PIXELS_MAX = 64 << 20  # the same limit as at the ingress, after decompression
 
 
-class MediaUnusable(Exception):
+class MediaUnusable(AttemptFailed):
     """An image or video is invalid, so no worker can encode it. The message is for the client."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(400, "media_not_encoded", message)
 
 
 class StandInEncoder:
@@ -169,16 +171,12 @@ class EncodeEngine:
 
     def submit(self, item: WorkItem) -> None:
         """Queue a request to be encoded. Reject it if it has no media or too many requests are queued."""
-        error = None
         if item.stage != "encode" or not item.media:
-            error = ResponseError(status=500, code="encode_only", message="this worker only encodes images and videos")
+            self._refuse(item, 500, "encode_only", "this worker only encodes images and videos")
         elif len(self._waiting) >= WAITING_MAX:
-            message = f"{WAITING_MAX} requests are already waiting to be encoded"
-            error = ResponseError(status=503, code="engine_overloaded", message=message)
-        if error is None:
-            self._waiting.append(item)
+            self._refuse(item, 503, "engine_overloaded", f"{WAITING_MAX} requests are already waiting to be encoded")
         else:
-            self._refused.append((item.rank, Failed(item.request_id, item.attempt, error)))
+            self._waiting.append(item)
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
@@ -206,6 +204,9 @@ class EncodeEngine:
     def _load(self) -> EngineLoad:
         return EngineLoad(int(self._running is not None), len(self._waiting), 0, 1)
 
+    def _refuse(self, item: WorkItem, status: int, code: str, message: str) -> None:
+        self._refused.append((item.rank, _failed(item, AttemptFailed(status, code, message))))
+
     def _report_rejections(self, publish: Publish) -> None:
         refused, self._refused = self._refused, []
         for rank, failed in refused:
@@ -218,13 +219,11 @@ class EncodeEngine:
         try:
             encoded.append(MediaEncoded(item.request_id, item.attempt, await self._encoded(item)))
         except MediaUnusable as error:
-            refused = ResponseError(status=400, code="media_not_encoded", message=str(error))
-            failed.append(Failed(item.request_id, item.attempt, refused))
+            failed.append(_failed(item, error))
         except Exception as error:  # an encoder may raise anything; another worker then tries the request
             logger.warning("cannot encode %s", item.request_id, exc_info=not isinstance(error, TransferError))
             text = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
-            broken = ResponseError(status=500, code="encode_failed", message=text)
-            failed.append(Failed(item.request_id, item.attempt, broken))
+            failed.append(_failed(item, AttemptFailed(500, "encode_failed", text)))
         return EngineBatch(rank=item.rank, load=self._load(), failed=failed, encoded=encoded)
 
     async def _encoded(self, item: WorkItem) -> Encoded:
@@ -245,3 +244,7 @@ class EncodeEngine:
         if self._offers is not None:
             self._offers.close()
             self._offers = None
+
+
+def _failed(item: WorkItem, error: AttemptFailed) -> Failed:
+    return Failed(item.request_id, item.attempt, error.error)

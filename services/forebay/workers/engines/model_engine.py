@@ -43,6 +43,7 @@ from forebay.workers.engine import AttemptFailed, CacheChange, EngineError, Engi
 from forebay.workers.engines.kv_descriptor import KeptKv, Unfetchable, offered
 from forebay.workers.engines.loras import LoraAdapter, Loras
 from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.kv_events.resident import ResidentBlocks
 from forebay.workers.kv_events.zmq_feed import KvEventMetrics, KvFeed
 from forebay.workers.runtime.rank_buffer import RankBuffer
 
@@ -73,8 +74,7 @@ RunRequest = Callable[[WorkItem, list[int], RankBuffer], Awaitable[None]]
 class RankCache(Protocol):
     """The blocks in the cache of one rank, as the engine's KV events report them."""
 
-    def held(self) -> Sequence[int]:
-        """Return the sequence hashes of the blocks in device memory."""
+    resident: ResidentBlocks
 
     def totals(self) -> Mapping[str, int]:
         """Return the counters of the rank's KV events by name, for `KvEventMetrics`."""
@@ -428,13 +428,11 @@ class ModelEngine(ABC):
         if cache is None or self._ranks[rank].muted:
             return ()
         self._ranks[rank].discard_changes()
-        if isinstance(cache, KvFeed):
-            self._ranks[rank].changed(cache.resident.lower())
-        return cache.held()
+        self._ranks[rank].changed(cache.resident.lower())
+        return cache.resident.held()
 
     def stored(self) -> Sequence[int]:
-        feeds = [cache for cache in self._caches.values() if isinstance(cache, KvFeed)]
-        return tuple({block: None for feed in feeds for block in feed.resident.shared()})
+        return tuple({block: None for cache in self._caches.values() for block in cache.resident.shared()})
 
     def _drop_cache(self) -> None:
         for rank in self._ranks.values():

@@ -278,10 +278,6 @@ class KvFeed:
         self._requested: RequestReplay | None = None
         self._wake = asyncio.Event()
 
-    def held(self) -> Items[int]:
-        """Return the sequence hashes of the blocks in device memory, for `Engine.held`."""
-        return self.resident.held()
-
     def totals(self) -> Mapping[str, int]:
         """Return all counters of the rank by kind, for `KvEventMetrics`."""
         return self.counts + self.resident.counts + Counter(gaps=self.sequence.gaps, late=self.sequence.late)

@@ -17,7 +17,7 @@ from forebay.engine_model.steps import CacheChange, Removed, StoreChange, Stored
 from forebay.events.kv import LowerTier
 from forebay.kv_tiers.costs import CostModel
 from forebay.kv_tiers.decisions import leading_runs
-from forebay.kv_tiers.manager import TierLimits, TierManager, TierRun, TierSet, Write
+from forebay.kv_tiers.manager import TierLimits, TierManager, TierRun, TierSet
 from forebay.workers.engine import EngineError
 from forebay.workers.kv_tiers.block_format import file_bytes
 from forebay.workers.kv_tiers.block_store import BlockStore
@@ -162,7 +162,12 @@ class OffloadManager:
             done: called when the memory of all blocks may be reused: at once if none is copied, otherwise by `poll`.
         """
         self._refresh()
-        self._begin_offer(self._manager.offer(names), names, block, done)
+        writes = self._manager.offer(names)
+        if any(write.source == "device" for write in writes):
+            self._transfers.write(writes, OfferedBlocks(block, {name: at for at, name in enumerate(names)}, done))
+        else:
+            self._transfers.write(writes)
+            done()
 
     def prefetch(self, names: Sequence[BlockName], begin: int, hinted: int = 0) -> None:
         """Copy blocks from disk or store to host memory while a request waits, if that will pay. See `match`."""
@@ -285,15 +290,6 @@ class OffloadManager:
             if tier == "store":
                 self._manager.add(tier, names[begin : begin + blocks])
             begin += blocks
-
-    def _begin_offer(
-        self, writes: list[Write[BlockName]], names: Sequence[BlockName], block: Blocks, done: Callable[[], None]
-    ) -> None:
-        if any(write.source == "device" for write in writes):
-            self._transfers.write(writes, OfferedBlocks(block, {name: at for at, name in enumerate(names)}, done))
-        else:
-            self._transfers.write(writes)
-            done()
 
     def _refresh(self) -> None:
         """Pause and resume the writes of suspended tiers, end pins, and let the frequencies of blocks decay."""

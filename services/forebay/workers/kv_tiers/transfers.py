@@ -222,8 +222,6 @@ class LoadResult:
     """
 
     blocks: int
-    bytes: int
-    us: int
     by_tier: dict[LowerTier, int]
     us_by_tier: dict[LowerTier, int]
 
@@ -509,9 +507,7 @@ class TierTransfers:
         for tier, count in by_tier.items():
             self.counters.onboarded_blocks[tier] += count
             self.counters.onboarded_bytes[tier] += count * size
-        us_by_tier = {tier: load.us_by_tier[tier] for tier in by_tier}
-        us = max(us_by_tier.values(), default=0)
-        load.done(LoadResult(blocks, blocks * size, us, dict(by_tier), us_by_tier))
+        load.done(LoadResult(blocks, dict(by_tier), {tier: load.us_by_tier[tier] for tier in by_tier}))
 
     def _end_write(self, job: _Job, results: list[str]) -> None:
         write, host = job.write, self.host

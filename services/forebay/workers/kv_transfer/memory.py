@@ -132,9 +132,6 @@ class Arena:
         self._spare += slots.tolist()
 
 
-if TYPE_CHECKING:
-    from forebay.workers.kv_transfer.descriptor import Slots
-
 _COUNTER_BITS = 31
 _RANDOM_BYTES = 4
 
@@ -213,18 +210,10 @@ class KvOffers:
         )
 
     def end(self, generation: int, why: FreeReason) -> bool:
-        held = self._by_generation.get(generation)
-        if held is None:
-            return False
-        self._end(held, why)
-        return True
+        return self._end(self._by_generation.get(generation), why)
 
     def release(self, request_id: str) -> bool:
-        held = self._held.get(request_id)
-        if held is None:
-            return False
-        self._end(held, "released")
-        return True
+        return self._end(self._held.get(request_id), "released")
 
     def close(self) -> None:
         for held in list(self._held.values()):
@@ -245,7 +234,9 @@ class KvOffers:
         if self._timer is None:
             self._timer = self._loop.call_at(held.until_s, self._expire)
 
-    def _end(self, held: HeldOffer, why: FreeReason) -> None:
+    def _end(self, held: HeldOffer | None, why: FreeReason) -> bool:
+        if held is None:
+            return False
         self._arena.words[held.word] = 0
         del self._held[held.request_id], self._by_generation[held.generation]
         self._words.append(held.word)
@@ -256,6 +247,7 @@ class KvOffers:
             self._timer.cancel()
             self._timer = None
         self._free_callback(held.request_id, why)
+        return True
 
     def _expire(self) -> None:
         self._timer = None

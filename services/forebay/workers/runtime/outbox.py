@@ -111,20 +111,15 @@ class Outbox:
         If the attempt was rejected, if the prefill stage fails, or if the encode stage fails with a server error, only
         the owner gets a record, because it can send the request to another worker.
         """
+        message, status, code = error.message[:ERROR_CHARS_MAX], error.status, error.code[:CODE_CHARS_MAX]
         if is_rejection:
-            message, code = error.message[:ERROR_CHARS_MAX], error.code[:CODE_CHARS_MAX]
-            after_s = error.retry_after_s
-            return [
-                self._progress(
-                    AttemptRejected, request, error=message, status=error.status, code=code, retry_after_s=after_s
-                )
-            ]
+            fields = {"error": message, "status": status, "code": code, "retry_after_s": error.retry_after_s}
+            return [self._progress(AttemptRejected, request, **fields)]
         if request.stage == "prefill":
-            status = error.status if REQUEST_ERROR <= error.status <= STATUS_MAX else SERVER_ERROR
-            message, code = error.message[:ERROR_CHARS_MAX], error.code[:CODE_CHARS_MAX]
+            status = status if REQUEST_ERROR <= status <= STATUS_MAX else SERVER_ERROR
             return [self._progress(PrefillFailed, request, error=message, status=status, code=code)]
-        if request.stage == "encode" and error.status >= SERVER_ERROR:
-            return [self._progress(EncodeFailed, request, error=error.message[:ERROR_CHARS_MAX])]
+        if request.stage == "encode" and status >= SERVER_ERROR:
+            return [self._progress(EncodeFailed, request, error=message)]
         return [self._ended(request, "error", error=error), self._progress(RequestFailed, request, error=error.message)]
 
     def not_fetched(self, request: WorkRequest, error: str) -> list[Draft]:

@@ -142,7 +142,7 @@ class Completions:
     """
 
     def __init__(self, server: UpstreamServer, model: str, kind: ServerKind) -> None:
-        self._server = server
+        self.server = server
         self._model = model
         self._kind = kind
         self.takes_token_ids = True
@@ -166,11 +166,11 @@ class Completions:
                 is_last = (self.takes_token_ids, refused) == ways[-1]
                 if rejected.error.code == "invalid_request" and not is_last and self._kind != "vllm":
                     continue
-                raise EngineError(f"the server {self._server.url} rejected the first prompt: {rejected}") from None
+                raise EngineError(f"the server {self.server.url} rejected the first prompt: {rejected}") from None
             except StreamCut as cut:
-                raise EngineError(f"the server {self._server.url} sent no completion: {cut}") from None
+                raise EngineError(f"the server {self.server.url} sent no completion: {cut}") from None
             if (choice := found.choice) is None:
-                raise EngineError(f"the server {self._server.url} sent no completion: the response has no choice")
+                raise EngineError(f"the server {self.server.url} sent no completion: the response has no choice")
             # Some servers leave out the token that ends a response, so there may be no token and no text.
             self.returns_token_ids = choice.token_ids is not None and bool(choice.token_ids or not choice.text)
             self.returns_logprobs &= self.returns_token_ids
@@ -185,7 +185,7 @@ class Completions:
         while True:
             body, is_over = self.body(call, stream=True), False
             try:
-                async with self._server.stream(PATH, body, _headers(call)) as events:
+                async with self.server.stream(PATH, body, _headers(call)) as events:
                     async for delta in self._deltas(events, call.sampling):
                         is_over = is_over or bool(delta.finish_reason)
                         yield delta
@@ -226,7 +226,7 @@ class Completions:
         while True:
             body = self.body(call, stream=False)
             try:
-                return self._read(await self._server.post(PATH, body, headers))
+                return self._read(await self.server.post(PATH, body, headers))
             except Rejected as rejected:
                 if not self._refuses(rejected, body):
                     raise
@@ -241,7 +241,7 @@ class Completions:
             return Delta(token_ids=[], cached_tokens=cached)
         reason = REASONS.get(choice.finish_reason.lower(), "stop") if choice.finish_reason else ""
         if reason == "error":
-            message = f"the server {self._server.url} ended the response with an error"
+            message = f"the server {self.server.url} ended the response with an error"
             raise Rejected(502, "engine_error", message, may_move=True)
         token_ids = choice.token_ids if self.returns_token_ids else None
         if self.returns_token_ids and token_ids is None:
@@ -310,7 +310,7 @@ class Completions:
 
     def _structured(self, structured: StructuredOutput) -> dict[str, Any]:
         if self._kind not in EXTENDED:  # others would ignore the field, and generate any text
-            message = f"the server {self._server.url} does not support structured output; attach vLLM or SGLang"
+            message = f"the server {self.server.url} does not support structured output; attach vLLM or SGLang"
             raise Rejected(501, "not_supported", message)
         try:
             if self._kind == "sglang":
@@ -327,12 +327,12 @@ class Completions:
         try:
             found = _DECODER.decode(data)
         except MALFORMED as error:
-            if (rejected := error_in(self._server.url, data, is_error=is_error)) is not None:
+            if (rejected := error_in(self.server.url, data, is_error=is_error)) is not None:
                 raise rejected from None
             raise StreamCut(f"the server sent a malformed completion: {one_line(error)}") from error
         # With a choice it is an error only if it says so, which saves the second look at each token.
         if is_error or found.error is not None or not found.choices:
-            rejected = error_in(self._server.url, data, is_error=is_error)
+            rejected = error_in(self.server.url, data, is_error=is_error)
             if rejected is not None:
                 raise rejected
         return found

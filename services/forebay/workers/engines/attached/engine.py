@@ -48,9 +48,8 @@ from forebay.workers.engines.model_engine import CANARY_TOKENS, GeneratedRespons
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.transfer import PREFILL_SAMPLING, VLLM_LEASE_S
 from forebay.workers.kv_events.resident import ResidentBlocks
-from forebay.workers.kv_events.sglang_wire import decode_sglang
-from forebay.workers.kv_events.vllm_wire import VllmDecoder
-from forebay.workers.kv_events.zmq_feed import KvEventMetrics, KvFeed, KvSource
+from forebay.workers.kv_events.zmq_feed import KvFeed, KvSource
+from forebay.workers.kv_events.zmq_wire import VllmDecoder, decode_sglang
 from forebay.workers.runtime.rank_buffer import RankBuffer
 
 
@@ -92,11 +91,15 @@ class _Result(msgspec.Struct):
 
 
 class AttachedEngine(ModelEngine):
-    """Adapter of one server, with one rank. Its model directory has the tokenizer; weights are not needed."""
+    """Adapter of one server, with one rank. Its model directory has the tokenizer; weights are not needed.
+
+    `start` sets `_api`.
+    """
 
     NAME = "attached server"
     METRICS = ()
     LORA_ARGUMENT = ""
+    _api: Completions
 
     def __init__(self, settings: EngineSettings, attached: AttachedSettings) -> None:
         super().__init__(settings)
@@ -104,7 +107,6 @@ class AttachedEngine(ModelEngine):
         self._attached = attached
         self._info = attached.info
         self._server: UpstreamServer | None = None
-        self._completions: Completions | None = None
         self._loras = Loras(keeps_numbers=True, checks_directories=False)  # the server's directories, and its cache
         self._warned = False  # of unreadable metrics
 
@@ -123,7 +125,7 @@ class AttachedEngine(ModelEngine):
     async def _launch(self, spec: WorkerSpec) -> None:
         settings, info = self._settings, self._info
         self._server = server = UpstreamServer(self._attached.url, self._attached.api_key)
-        self._completions = Completions(server, info.model, info.kind)
+        self._api = Completions(server, info.model, info.kind)
         self._context_tokens = info.context_tokens or self._attached.context_tokens
         self._tasks = ("generate",)
         for number, (name, directory) in enumerate(info.loras.items(), 1):
@@ -152,16 +154,6 @@ class AttachedEngine(ModelEngine):
     @property
     def _block_size(self) -> int:
         return self._settings.block_size or self._info.block_size or BLOCK_SIZE
-
-    @property
-    def _client(self) -> UpstreamServer:
-        assert self._server is not None
-        return self._server
-
-    @property
-    def _api(self) -> Completions:
-        assert self._completions is not None
-        return self._completions
 
     async def _sized(self, spec: WorkerSpec) -> WorkerSpec:
         settings = self._settings
@@ -205,8 +197,8 @@ class AttachedEngine(ModelEngine):
             await super().check()
 
     async def _check_server(self) -> None:
-        await self._client.check_health()
-        served = [one.id for one in await self._client.models()]
+        await self._api.server.check_health()
+        served = [one.id for one in await self._api.server.models()]
         if self._info.model not in served:
             raise EngineError(f"the server {self._attached.url} serves {', '.join(served)}, not {self._info.model}")
 
@@ -237,7 +229,7 @@ class AttachedEngine(ModelEngine):
         """Return the load of the server; without readable metrics the requests of this worker."""
         own = ServerLoad(len(self._requests), 0, 0.0)
         try:
-            status, body = await self._client.get("/metrics")
+            status, body = await self._api.server.get("/metrics")
         except EngineError:
             return None  # the health check decides whether the server is lost
         try:
@@ -373,8 +365,7 @@ class AttachedEngine(ModelEngine):
 
     def _cached_tokens(self, item: WorkItem) -> int:
         """Return how many prompt tokens the server probably has cached: those of blocks that its events report."""
-        cache = self._caches.get(item.rank)
-        if not isinstance(cache, KvFeed):
+        if (cache := self._caches.get(item.rank)) is None:
             return 0
         # An engine computes the last token of a prompt always, and with it its block.
         most = (len(item.token_ids) // U32_BYTES - 1) // self._block_size
@@ -436,7 +427,7 @@ class AttachedEngine(ModelEngine):
 
     async def _command(self, path: str, body: Mapping[str, Any]) -> None:
         try:
-            reply = await self._client.post(path, body)
+            reply = await self._api.server.post(path, body)
         except (Rejected, EngineError) as error:
             raise EngineRefused(f"the server {self._url} did not execute {path}: {one_line(error)}") from error
         if not _is_success(reply):
@@ -445,8 +436,7 @@ class AttachedEngine(ModelEngine):
     # Metrics
 
     def collectors(self) -> Sequence[Collector]:
-        totals = {rank: cache.totals for rank, cache in self._caches.items()}
-        return (AttachedMetrics(self._worker_id, self.counts), KvEventMetrics(self._worker_id, totals))
+        return (AttachedMetrics(self._worker_id, self.counts), *super().collectors())
 
 
 def _new_id(request_id: str = "health") -> str:

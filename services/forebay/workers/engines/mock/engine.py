@@ -22,6 +22,7 @@ from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import CacheChange, EngineError, EngineRefused, PackageMissing, Publish
 from forebay.workers.engines.encode import MediaUnusable, StandInEncoder
+from forebay.workers.engines.loras import LoraAdapter, Loras
 from forebay.workers.engines.mock.kv import KvSettings, MockKv, ModelledKv
 from forebay.workers.engines.mock.outputs import TASKS, OutputScripts
 from forebay.workers.engines.mock.rank import MockRank, MockTiers, RequestState
@@ -61,7 +62,7 @@ class MockEngine:
         self.kv_settings = kv or KvSettings()
         self.tiers = tiers
         self.ranks = {rank: MockRank(rank, config, speedup, scripts, has_tiers=tiers is not None) for rank in ranks}
-        self._loras: dict[str, str] = {}  # directories of adapters loaded after the start
+        self._loras = Loras(checks_directories=False)
         self.kv: MockKv | None = None
         self._ending: set[asyncio.Task[None]] = set()  # cancelled fetches
         self._collector: Collector | None = None
@@ -72,7 +73,8 @@ class MockEngine:
         Return the spec with KV layout and shared store. Raises PackageMissing if a package for them is not installed,
         EngineError if the settings are invalid or one of them cannot be opened.
         """
-        self._loras = dict.fromkeys(spec.loras, "")
+        for name in spec.loras:
+            self._loras.add(LoraAdapter(name, 0, ""))
         spec = msgspec.structs.replace(spec, tasks=TASKS)
         has_transfers = spec.role in KV_ROLES
         if not has_transfers and self.tiers is None:
@@ -122,8 +124,8 @@ class MockEngine:
     def submit(self, item: WorkItem) -> None:
         """Queue an item on its rank, which must belong to this engine."""
         rank, lora = self.ranks[item.rank], item.lora_name
-        if lora and lora not in self._loras:
-            rank.refuse(item, 404, "adapter_not_loaded", _not_loaded(lora))
+        if lora and lora not in self._loras.loaded:
+            rank.refuse(item, 404, "adapter_not_loaded", f"the adapter {lora} is not loaded")
         elif item.media and item.stage != "decode":
             try:
                 self.submit_embedded(item, StandInEncoder().encode_all(item.media))
@@ -179,9 +181,8 @@ class MockEngine:
             case "load_lora":
                 self._load(command.lora_name, command.lora_path)
             case "unload_lora":
-                if command.lora_name not in self._loras:
-                    raise EngineRefused(_not_loaded(command.lora_name))
-                del self._loras[command.lora_name]
+                with self._loras.removing(command.lora_name):
+                    pass  # nothing else remembers it
             case "list_loras" | "drain":  # a worker drains without its engine
                 pass
             case "sleep":
@@ -196,16 +197,13 @@ class MockEngine:
                     rank.hold("paused", is_held=command.action == "pause")
             case _:
                 assert_never(command.action)
-        return tuple(self._loras)
+        return tuple(self._loras.loaded)
 
-    def _load(self, name: str, path: str) -> None:
-        if not name or not path:
-            raise EngineRefused("an adapter needs a name and a directory")
-        if name in self._loras and self._loras[name] != path:
-            raise EngineRefused(f"another adapter {name} is already loaded: unload it first")
-        if not Path(path).is_dir():
-            raise EngineRefused(f"no such directory: {path}")
-        self._loras[name] = path
+    def _load(self, name: str, directory: str) -> None:
+        if not Path(directory).is_dir():
+            raise EngineRefused(f"no such directory: {directory}")
+        if (adapter := self._loras.offered(name, directory)) is not None:
+            self._loras.add(adapter)
 
     async def check(self) -> None:
         """Do nothing, because a rank that fails ends `run`."""
@@ -243,7 +241,3 @@ class MockEngine:
     def _on_free(self, request_id: str) -> None:
         for rank in self.ranks.values():
             rank.freed(request_id)
-
-
-def _not_loaded(name: str) -> str:
-    return f"the adapter {name} is not loaded"

@@ -43,8 +43,8 @@ from forebay.workers.engines.sglang.core import (
     own_sources,
 )
 from forebay.workers.kv_events.resident import ResidentBlocks
-from forebay.workers.kv_events.sglang_wire import decode_sglang
 from forebay.workers.kv_events.zmq_feed import KvFeed
+from forebay.workers.kv_events.zmq_wire import decode_sglang
 from forebay.workers.runtime.rank_buffer import RankBuffer
 
 logger = logging.getLogger(__name__)

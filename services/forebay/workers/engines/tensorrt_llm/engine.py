@@ -69,14 +69,12 @@ CANARY_SAMPLING = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 class _PolledCache:
     def __init__(self, block_size: int) -> None:
-        self.tracker = KvTracker(ResidentBlocks(block_size, counts_copies=False))
+        self.resident = ResidentBlocks(block_size, counts_copies=False)
+        self.tracker = KvTracker(self.resident)
         self.counts: Counter[str] = Counter()
 
-    def held(self) -> Sequence[int]:
-        return self.tracker.resident.held()
-
     def totals(self) -> Mapping[str, int]:
-        return self.counts + self.tracker.resident.counts
+        return self.counts + self.resident.counts
 
 
 class TensorRtLlmEngine(ModelEngine):

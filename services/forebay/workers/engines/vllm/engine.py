@@ -38,8 +38,8 @@ from forebay.workers.engines.vllm.tiers.configuration import CONNECTOR, RequestH
 from forebay.workers.engines.vllm.tiers.rank import TierReport
 from forebay.workers.engines.vllm.transfer import PREFILL, PREFILL_SAMPLING, KvTransfers
 from forebay.workers.kv_events.resident import ResidentBlocks
-from forebay.workers.kv_events.vllm_wire import VllmDecoder
 from forebay.workers.kv_events.zmq_feed import KvFeed, KvSource
+from forebay.workers.kv_events.zmq_wire import VllmDecoder
 from forebay.workers.kv_tiers.identity import default_cache, weights_digest
 from forebay.workers.kv_tiers.metrics import TierCounters, TierMetrics
 from forebay.workers.runtime.rank_buffer import RankBuffer

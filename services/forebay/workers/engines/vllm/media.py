@@ -36,10 +36,7 @@ async def engine_prompt(llm: Any, item: WorkItem, embeddings: "Array | None") ->
     if not config.supports_multimodal_inputs:
         raise AttemptFailed(501, "media_not_supported", "the model of this worker does not support images or videos")
     if embeddings is None:
-        try:
-            fields = await asyncio.to_thread(raw_prompt, item)
-        except MediaUnusable as error:
-            raise AttemptFailed(400, "media_not_encoded", str(error)) from error
+        fields = await asyncio.to_thread(raw_prompt, item)
     else:
         if (width := embeddings.shape[1]) != (wanted := config.get_inputs_embeds_size()):
             message = f"the encode worker's embeddings have width {width}, the model's have {wanted}"

@@ -1,9 +1,13 @@
-"""Decode vLLM's KV events, as its PUB socket sends them. Performs no I/O.
+"""Decode the KV events of vLLM and SGLang, as their PUB sockets send them. Performs no I/O.
 
 For hybrid models vLLM reports the blocks of several groups of layers. Only groups that attend to the whole prompt
 determine whether a prefix can be reused; events of other groups are skipped, as in Dynamo. The event for removed blocks
 contains the number of the group, but not its kind. So the decoder remembers the kind from stored blocks. Before it
 knows the kind of a group, it uses only events of group 0.
+
+SGLang's format differs from vLLM's: hashes are signed, storage media have other names, and each event has a field for
+the salt. SGLang reports partially filled pages as smaller blocks. With EAGLE speculation the tokens of a page are pairs
+of a token and its successor; the first token of each pair belongs to the block.
 """
 
 from collections import Counter
@@ -36,11 +40,10 @@ MAIN_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attent
 GROUPS_MAX = 1_024  # groups of layers; models have a few
 
 
-class _Event(msgspec.Struct):
-    """Fields in the order of vLLM's arrays."""
+# Fields are in the order of the engines' arrays.
 
 
-class _Stored(_Event, tag="BlockStored"):
+class _Stored(msgspec.Struct, tag="BlockStored"):
     block_hashes: list[int | bytes]
     parent_block_hash: int | bytes | None
     token_ids: list[int]
@@ -56,7 +59,7 @@ class _Stored(_Event, tag="BlockStored"):
     ownership: str | None = None
 
 
-class _Removed(_Event, tag="BlockRemoved"):
+class _Removed(msgspec.Struct, tag="BlockRemoved"):
     block_hashes: list[int | bytes]
     medium: str | None = None
     group_idx: int | None = None
@@ -64,8 +67,20 @@ class _Removed(_Event, tag="BlockRemoved"):
     ownership: str | None = None
 
 
-class _Cleared(_Event, tag="AllBlocksCleared"):
+class _Cleared(msgspec.Struct, tag="AllBlocksCleared"):
     pass
+
+
+class _SglangStored(msgspec.Struct, tag="BlockStored"):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int | tuple[int, int]]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    lora_name: str | None = None
 
 
 class VllmDecoder:
@@ -81,7 +96,7 @@ class VllmDecoder:
 
     def __call__(self, payload: bytes) -> Batch:
         """Return the decoded events of one message. Raises KvEventError if the message is malformed."""
-        reported, skipped = _BATCHES.decode(payload)
+        reported, skipped = _VLLM.decode(payload)
         events: list[EngineEvent] = []
         for one in reported:
             event: EngineEvent | None
@@ -110,11 +125,10 @@ class VllmDecoder:
         if one.lora_id and not one.lora_name:
             skipped["unnamed_lora"] += 1
             return None
-        parent = None if one.parent_block_hash is None else as_u64(one.parent_block_hash)
-        salt, mm_hashes = _extra(one, starts=parent is None)
+        salt, mm_hashes = _extra(one, starts=one.parent_block_hash is None)
         return StoredBlocks(
             hashes=tuple(map(as_u64, one.block_hashes)),
-            parent=parent,
+            parent=_parent(one),
             token_ids=packed_tokens(one.token_ids, len(one.block_hashes), one.block_size),
             block_size=one.block_size,
             tier=tier,
@@ -154,8 +168,11 @@ def _own(one: _Stored | _Removed, skipped: Counter[str]) -> EngineEvent | None:
         return None
     if isinstance(one, _Removed):
         return OwnRemoved(hashes=hashes, tier=tier)
-    parent = None if one.parent_block_hash is None else as_u64(one.parent_block_hash)
-    return OwnStored(parent=parent, hashes=hashes, tier=tier)
+    return OwnStored(parent=_parent(one), hashes=hashes, tier=tier)
+
+
+def _parent(one: _Stored | _SglangStored) -> int | None:
+    return None if one.parent_block_hash is None else as_u64(one.parent_block_hash)
 
 
 def _extra(one: _Stored, *, starts: bool) -> tuple[str, dict[int, list[int]]]:
@@ -198,4 +215,35 @@ def _is_digest(key: str) -> bool:
     return len(key) == DIGEST_CHARS and HEX_DIGITS.issuperset(key)
 
 
-_BATCHES = BatchDecoder[_Event]((_Stored, _Removed, _Cleared))
+def decode_sglang(payload: bytes, *, has_store: bool = False) -> Batch:
+    """Return the decoded events of one message of SGLang. Raises KvEventError if it is malformed.
+
+    Events are skipped and counted as `unknown_event`, `unknown_medium`, or `shared` for storage that workers share,
+    unless `has_store`.
+    """
+    reported, skipped = _SGLANG.decode(payload)
+    events: list[EngineEvent] = []
+    for one in reported:
+        if isinstance(one, _Cleared):
+            events.append(ClearedBlocks())
+        elif (tier := tier_of(one.medium, None, skipped, has_store=has_store)) is not None:
+            hashes = tuple(map(as_u64, one.block_hashes))
+            if isinstance(one, _Removed):
+                events.append(RemovedBlocks(hashes=hashes, tier=tier))
+                continue
+            token_ids = [token if isinstance(token, int) else token[0] for token in one.token_ids]
+            stored = StoredBlocks(
+                hashes=hashes,
+                parent=_parent(one),
+                token_ids=packed_tokens(token_ids, len(hashes), one.block_size),
+                block_size=one.block_size,
+                tier=tier,
+                lora_name=one.lora_name or "",
+                cache_salt=one.cache_salt or "",
+            )
+            events.append(stored)
+    return Batch(tuple(events), skipped)
+
+
+_VLLM = BatchDecoder[_Stored | _Removed | _Cleared]((_Stored, _Removed, _Cleared))
+_SGLANG = BatchDecoder[_SglangStored | _Removed | _Cleared]((_SglangStored, _Removed, _Cleared))
