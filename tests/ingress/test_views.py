@@ -32,7 +32,13 @@ class CountingLog:
         self.gate = asyncio.Event()
         self.gate.set()
         self.failures: list[LogError] = []
+        self.is_away = False
         self._log = log
+
+    async def begin(self, topic: str, partition: int) -> int:
+        if self.is_away:
+            raise LogUnavailable("no broker")
+        return await self._log.begin(topic, partition)
 
     async def read(self, topic: str, partition: int, offset: int, limit: int) -> list[Record]:
         self.reads += 1
@@ -208,6 +214,19 @@ async def test_a_view_knows_records_that_this_ingress_has_not_dispatched(slots: 
     assert received(view) == [[0]]
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_view_is_interrupted_if_the_beginning_of_the_log_cannot_be_read(slots: Slots) -> None:
+    slots.emit("a")
+    async with slots.running():
+        slots.log.is_away = True
+        view = await slots.view("a")
+        await view.caught_up.wait()
+        assert view.streams["a"].interrupt_reason == "no broker"
+        slots.log.is_away = False
+        later = await slots.view("a")
+        await later.caught_up.wait()
+        assert received(later) == [[0]]
 
 
 async def test_slots_of_other_ingresses_are_followed_while_they_have_views(slots: Slots) -> None:

@@ -65,6 +65,8 @@ KEPT = {
     ("WorkerSpec", "engine"),
     ("WorkerSpec", "kv_store"),
     ("*", "store"),
+    ("*", "endpoint"),
+    ("RoutingHints", "endpoints"),
     ("EngineFailed", "engine"),
     ("WorkerSpec", "taints"),
     ("PoolConfigured", "model"),
@@ -137,7 +139,7 @@ class Filled:
 
     def _text(self, owner: str, name: str) -> str:
         self._count += 1
-        theirs = owner == "RoutingHints" or (name == "reason" and owner in FREE_TEXTS)
+        theirs = (owner == "RoutingHints" and name != "endpoints") or (name == "reason" and owner in FREE_TEXTS)
         theirs |= (owner, name) == ("WorkerCommanded", "pool")  # an operator may name a missing pool
         kept = not theirs and not KEPT.isdisjoint({(owner, name), ("*", name)})
         text = f"{'kept' if kept else 'SECRET'}-{self._count:04}"

@@ -144,6 +144,8 @@ class ReplySlot(Follower):
             try:
                 await self._read_history(views)
             except LogError as error:
+                views += self._waiting
+                self._waiting.clear()
                 for view in views:
                     view.interrupt(str(error))
             self._arrived = None
