@@ -211,6 +211,24 @@ def test_the_tokenizer_is_that_of_the_root_or_of_the_option(tmp_path: Path) -> N
         engine_of(ServerInfo(kind="vllm", model="m", root=str(tmp_path)))
 
 
+def test_the_endpoint_of_a_server_is_an_ip_address_and_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = {
+        "http://127.0.0.1:8001": "127.0.0.1:8001",
+        "https://127.0.0.1": "127.0.0.1:443",
+        "http://[::1]:8": "[::1]:8",
+    }
+    assert {url: Upstream(url).endpoint for url in urls} == urls
+    info = ServerInfo(kind="vllm", model="m", root=str(DEFAULT_MODEL))
+    assert engine_of(info)[1].endpoint == Upstream(URL).endpoint
+
+    def unknown(*_: Any, **__: Any) -> Any:
+        raise OSError("no such name")
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    with pytest.raises(EngineError, match="has no address: no such name"):
+        engine_of(info)
+
+
 Step = Callable[[Attachment], Awaitable[None]]
 
 

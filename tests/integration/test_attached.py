@@ -4,22 +4,28 @@ The servers are stand-ins for vLLM and for a server that returns text only. Thei
 """
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import grpc.aio
 import httpx
 import pytest
 import pytest_asyncio
 
 from forebay.events.fleet import WorkerLost
-from forebay.events.topics import FLEET
+from forebay.events.progress import RequestFinished
+from forebay.events.requests import RequestSubmitted
+from forebay.events.topics import FLEET, PROGRESS, REQUESTS
 from forebay.transport.kafka.topics import TopicPlan
 from tests.harness.cluster import GROUP, Cluster
+from tests.harness.local import free_ports
 from tests.harness.openai_server.server import OpenAiServer
 from tests.harness.openai_server.settings import ServerSettings
 from tests.integration.conftest import MakeCluster
 from tests.integration.stream_clients import BLOCK, prompt
+from tests.picker.conftest import Call, open_call
 
 PLAIN = "plain-model"
 MOCK = "m1"
@@ -117,6 +123,35 @@ async def test_a_shared_prefix_goes_to_the_server_that_has_it(system: System) ->
             assert worker_of(response) == name
             assert response.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 6 * BLOCK
         assert server.counters.cached_tokens - cached == 3 * 6 * BLOCK
+
+
+async def test_a_gateway_gets_the_server_that_has_the_prefix(system: System) -> None:
+    cluster, port = system.cluster, free_ports(1)
+    picker = cluster.processes.start("picker", [*cluster.command_of("picker"), "--id", "e1", "--port", str(port)])
+    await cluster.until("the picker serves", picker.output, lambda output: "serves Envoy" in output)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for number, (name, server) in enumerate(system.servers.items()):
+            shared = prompt(300 + number, blocks=6)
+            assert worker_of(await system.complete(shared, max_tokens=1, **on(name))) == name
+            endpoint = f"127.0.0.1:{server.port}"
+
+            async def is_selected(shared: list[int] = shared, endpoint: str = endpoint) -> bool:
+                call = Call(open_call(channel))
+                await call.headers("/v1/completions")
+                await call.body(json.dumps({"model": GROUP, "prompt": [*shared, 1], "stream": True}).encode())
+                await call.read_request()
+                await call.begin()
+                await call.pass_on(b'data: {"choices": [{"text": "a"}]}\n\n', b"data: [DONE]\n\n")
+                return call.destination.startswith(endpoint)
+
+            # Until the owner has read the end of the previous request, it counts as load of the server.
+            await cluster.until("the owner knows the prefix", is_selected)
+    routed = await cluster.events(REQUESTS, RequestSubmitted)
+    external = {one.request_id for one in routed if one.delivery == "external"}
+    finished = {one.request_id for one in await cluster.events(PROGRESS, RequestFinished)}
+    assert external
+    assert external <= finished
+    await cluster.stop("picker")
 
 
 async def test_a_cut_stream_continues_on_its_server_unless_it_has_penalties(system: System) -> None:

@@ -31,14 +31,10 @@ class PickerScene:
         self.scene = scene
         self.fallback = fallback
         self.leases = leases
-        self._open = channel.stream_stream(
-            f"/{METHOD[0]}/{METHOD[1]}",
-            request_serializer=ProcessingRequest.SerializeToString,
-            response_deserializer=ProcessingResponse.FromString,
-        )
+        self._channel = channel
 
     def call(self) -> "Call":
-        return Call(self._open())
+        return Call(open_call(self._channel))
 
     async def send(self, body: Any, **headers: Any) -> "Call":
         """Send a request to the picker, and return the call before its answer."""
@@ -143,6 +139,12 @@ class Call:
             if found.end_of_stream:
                 break
         return self.answer
+
+
+def open_call(channel: Any) -> Any:
+    name = f"/{METHOD[0]}/{METHOD[1]}"
+    open_stream = channel.stream_stream(name, ProcessingRequest.SerializeToString, ProcessingResponse.FromString)
+    return open_stream()
 
 
 def raw(headers: dict[str, str]) -> list[dict[str, Any]]:
