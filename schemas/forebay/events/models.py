@@ -110,6 +110,11 @@ class FileChunk(Event, tag="model.file_chunk", frozen=True, kw_only=True):
     index: Count
     data: Annotated[bytes, KEPT]
 
+    @property
+    def key(self) -> bytes:
+        """Key of the record."""
+        return f"{self.sha256}/{self.upload}/{self.index}".encode()
+
 
 class AliasTarget(Part, frozen=True, kw_only=True):
     """One model behind an alias.

@@ -12,21 +12,32 @@ import logging
 from collections.abc import Callable, Sequence
 
 from forebay import runtime
-from forebay.events.codec import DecodeError, decode
+from forebay.events.base import Event
 from forebay.events.control import LORA_CHANGES, Command, WorkerCommanded
 from forebay.events.fleet import WorkerJoined, WorkerLost, WorkerRecovered
 from forebay.events.topics import CONTROL, FLEET, Topic
 from forebay.ingress.commands import CommandClient
 from forebay.ingress.errors import ApiError
 from forebay.ingress.openai.requests import adapter_of
-from forebay.transport.base import Log, LogError, Tail
+from forebay.transport.base import Log, LogError, Record, event_of
+from forebay.transport.follower import Follower
 
 logger = logging.getLogger(__name__)
 
-READ_MAX = 256
 LIST_S = 5.0  # a worker may still execute another command; the list is requested again
 RETRY_S = 2.0  # pause before the list is requested again because a worker did not respond
 CATCH_UP_S = 5.0
+
+
+class _Events(Follower):
+    """Passes the events of a topic to a function."""
+
+    def __init__(self, log: Log, topic: Topic, on_event: Callable[[Event], None]) -> None:
+        super().__init__(log, topic)
+        self._on_event = on_event
+
+    def apply(self, record: Record) -> None:
+        self._on_event(event_of(self._topic, record))
 
 
 class Adapters:
@@ -45,9 +56,7 @@ class Adapters:
         self._model = model
         self._static = tuple(static)
         self._find_partition = find_partition
-        self._wake = asyncio.Event()
-        self._tails: dict[Topic, Tail] = {}
-        self._positions: dict[Topic, int] = {}
+        self._followers = [_Events(log, topic, self._apply) for topic in (CONTROL, FLEET)]
         self._changes = self._listed_changes = 0
         self._has_caught_up = False
         self._loaded: tuple[str, ...] = ()
@@ -55,9 +64,8 @@ class Adapters:
         self._lock = asyncio.Lock()
 
     def close(self) -> None:
-        for tail in self._tails.values():
-            tail.close()
-        self._tails.clear()
+        for follower in self._followers:
+            follower.close()
 
     @property
     def known(self) -> tuple[str, ...]:
@@ -110,40 +118,18 @@ class Adapters:
     async def _catch_up(self, partition: int) -> None:
         try:
             async with asyncio.timeout(CATCH_UP_S):
-                if not self._tails:
-                    await self._open(partition)
-                ends = {topic: await self._log.end(topic.name, partition) for topic in self._tails}
-                while True:
-                    self._wake.clear()
-                    self._read()
-                    if all(self._positions[topic] >= end for topic, end in ends.items()):
-                        self._has_caught_up = True
-                        return
-                    await self._wake.wait()
+                if not self._has_caught_up:  # records removed by retention may have been changes
+                    begins = [await self._log.begin(topic.name, partition) for topic in (CONTROL, FLEET)]
+                    self._changes += any(begins)
+                for follower in self._followers:
+                    await follower.catch_up(partition)
         except TimeoutError as error:
             raise ApiError(503, "log_unavailable", f"the log did not respond within {CATCH_UP_S:g} s") from error
         except LogError as error:
             raise ApiError(503, "log_unavailable", str(error)) from error
+        self._has_caught_up = True
 
-    async def _open(self, partition: int) -> None:
-        begins = {topic: await self._log.begin(topic.name, partition) for topic in (CONTROL, FLEET)}
-        for topic, begin in begins.items():
-            self._tails[topic] = self._log.tail(topic.name, partition, begin, self._wake)
-            self._positions[topic] = begin
-            self._changes += begin > 0  # records removed by retention may have been changes
-
-    def _read(self) -> None:
-        for topic, tail in self._tails.items():
-            while records := tail.take(READ_MAX):
-                for record in records:
-                    self._apply(topic, record.value)
-                self._positions[topic] = records[-1].offset + 1
-
-    def _apply(self, topic: Topic, value: bytes) -> None:
-        try:
-            event = decode(topic, value)
-        except DecodeError:
-            return  # the owner reports it
+    def _apply(self, event: Event) -> None:
         match event:
             case WorkerCommanded():
                 self._changes += event.command.action in LORA_CHANGES

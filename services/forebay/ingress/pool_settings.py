@@ -31,11 +31,10 @@ from forebay.events.pools import PoolCanarySet, PoolRouting, PoolRoutingConfigur
 from forebay.events.topics import CONTROL
 from forebay.events.versions import may_write
 from forebay.ingress.errors import ApiError, no_router
-from forebay.transport.base import Draft, Log, LogError
+from forebay.transport.base import Draft, Log, LogError, records_of
 
 logger = logging.getLogger(__name__)
 
-READ_MAX = 256
 REFRESH_S = 5.0  # a pool keeps its block size until all its workers are replaced, so a cached value may be this old
 
 
@@ -200,15 +199,12 @@ class PoolConfigurator:
         return found
 
     async def _catch_up(self, partition: int) -> None:
-        log, topic = self._log, CONTROL.name
+        log = self._log
         try:
-            self._position = max(self._position, await log.begin(topic, partition))
-            end = await log.end(topic, partition)
-            while self._position < end:
-                records = await log.read(topic, partition, self._position, READ_MAX)
-                for record in records:
-                    self._apply_record(record.value)
-                self._position = records[-1].offset + 1 if records else end
+            start, end = await log.begin(CONTROL.name, partition), await log.end(CONTROL.name, partition)
+            async for record in records_of(log, CONTROL, partition, max(self._position, start), end):
+                self._apply_record(record.value)
+                self._position = record.offset + 1
             self._refreshed_s = runtime.monotonic_s()
             if (allowed := self.allowed_policies()) is not None:
                 self._settings.reset_policies(allowed)  # as an owner does when it takes over, without an event

@@ -19,7 +19,7 @@ from forebay.events.decisions import ConsumedRun, JournalRecord, OwnerClaimed, S
 from forebay.events.topics import DECISIONS, INPUTS, Topic
 from forebay.events.versions import EVENTS_VERSION
 from forebay.journal.release import rules_text
-from forebay.transport.base import PAGE_RECORDS, Log, LogError, Record, records_of
+from forebay.transport.base import PAGE_RECORDS, Log, LogError, Record, event_at, records_of
 
 logger = logging.getLogger(__name__)
 
@@ -199,10 +199,7 @@ def decode_journal(record: Record) -> JournalRecord | None:
 
 async def record_at(log: Log, partition: int, offset: int) -> JournalRecord | None:
     """Return the journal record at an offset, or None if the log does not have it or it does not decode."""
-    if offset < max(0, await log.begin(DECISIONS.name, partition)):
-        return None
-    records = await log.read(DECISIONS.name, partition, offset, 1)
-    return decode_journal(records[0]) if records else None
+    return None if offset < 0 else await event_at(log, DECISIONS, partition, offset)
 
 
 class RecordStamp(msgspec.Struct):

@@ -32,7 +32,7 @@ from forebay.events.codec import MALFORMED, DecodeError, decode, encode
 from forebay.events.models import CHUNK_BYTES_MAX
 from forebay.events.request_ids import RequestLocation
 from forebay.events.topics import ANSWERS
-from forebay.transport.base import Draft, Log, LogError, Record, RecordsRemoved, event_of
+from forebay.transport.base import Draft, Log, LogError, Record, event_at
 from forebay.transport.follower import Follower
 
 INDEX, CONTENT = 0, 1  # partitions of the topic
@@ -171,27 +171,13 @@ class AnswerStore(Follower):
         offset = None if known is None else known.get(location.offset)
         if offset == DELETED:
             return AnswerDeleted(request_id=request_id, partition=location.partition, offset=location.offset)
-        record = None if offset is None else await self._record(INDEX, offset)
-        if record is None:
+        event = None if offset is None else await event_at(self._log, ANSWERS, INDEX, offset)
+        if not isinstance(event, AnswerStored) or event.request_id != request_id:
             return None
-        event = event_of(ANSWERS, record)
-        assert isinstance(event, AnswerStored)
-        return event if event.request_id == request_id and event.expires_us > runtime.wall_us() else None
-
-    async def _record(self, partition: int, offset: int) -> Record | None:
-        """Return the record at this offset; None if compaction or retention removed it."""
-        try:
-            records = await self._log.read(ANSWERS.name, partition, offset, 1)
-        except RecordsRemoved:
-            return None
-        return records[0] if records and records[0].offset == offset and records[0].value else None
+        return event if event.expires_us > runtime.wall_us() else None
 
     async def _piece(self, stored: AnswerStored, index: int) -> bytes:
-        record = await self._record(CONTENT, stored.offsets[index])
-        try:
-            chunk = None if record is None else event_of(ANSWERS, record)
-        except DecodeError:
-            chunk = None
+        chunk = await event_at(self._log, ANSWERS, CONTENT, stored.offsets[index])
         if not isinstance(chunk, AnswerChunk) or (chunk.upload, chunk.index) != (stored.upload, index):
             raise AnswerDamaged(f"the topic {ANSWERS.name} has no piece {index} of the answer to {stored.request_id}")
         return chunk.data

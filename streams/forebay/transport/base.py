@@ -195,6 +195,15 @@ def event_of(topic: Topic, record: Record) -> Any:
     return decode(topic, record.value)
 
 
+async def event_at(log: Log, topic: Topic, partition: int, offset: int) -> Any:
+    """Return the event in the record at this offset; None if the log does not have it, or it does not decode."""
+    try:
+        records = await log.read(topic.name, partition, offset, 1)
+        return event_of(topic, records[0]) if records and records[0].offset == offset else None
+    except (RecordsRemoved, DecodeError):
+        return None
+
+
 async def newest_first(log: Log, topic: Topic, partitions: Iterable[int]) -> AsyncIterator[Record]:
     """Yield the records of partitions, newest first by the time of their append."""
     readers = {one: reversed_records(log, topic, one, await log.end(topic.name, one)) for one in partitions}

@@ -32,8 +32,7 @@ class Directory(Follower):
 
     async def start(self) -> None:
         """Read all existing placements. Raises LogError."""
-        self.begin(PARTITION, 0)
-        await self.reach(await self._log.end(GROUPS.name, PARTITION))
+        await self.catch_up(PARTITION)
 
     def partition_of(self, group: str) -> int | None:
         """Return the current control partition of a group. Raises LogError."""

@@ -37,6 +37,13 @@ class Follower:
         self.position = offset
         self._wake.set()
 
+    async def catch_up(self, partition: int) -> None:
+        """Read every record that a partition has now. Raises LogError."""
+        end = await self._log.end(self._topic.name, partition)
+        if self._tail is None:
+            self.begin(partition, await self._log.begin(self._topic.name, partition))
+        await self.reach(end)
+
     async def follow_from(self, partition: int, offset: int) -> None:
         """Follow a partition from `offset` until cancelled. Raises LogError."""
         self.begin(partition, offset)

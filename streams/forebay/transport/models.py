@@ -20,7 +20,7 @@ from forebay.events.answers import RETENTION_S
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.models import CHUNK_BYTES_MAX, AliasSet, FileChunk, ModelCard, ModelStored, StoredFile
 from forebay.events.topics import ANSWERS, MODELS
-from forebay.transport.base import Draft, Log, LogError, Record
+from forebay.transport.base import Draft, Log, LogError, Record, event_at
 from forebay.transport.follower import Follower
 from forebay.transport.heartbeats import owner_of
 
@@ -51,9 +51,7 @@ class ModelStore(Follower):
 
     async def start(self) -> None:
         """Read all stored cards, without the content of their files. Raises LogError."""
-        end = await self._log.end(MODELS.name, CARDS)
-        self.begin(CARDS, await self._log.begin(MODELS.name, CARDS))
-        await self.reach(end)
+        await self.catch_up(CARDS)
 
     async def stored(self, digest: str) -> ModelStored:
         """Wait until the topic has the card with this digest, and return its record. Raises LogError."""
@@ -85,9 +83,9 @@ class ModelStore(Follower):
         await self.reach(max(await self._log.append(drafts)) + 1)
         kept = {offset for place in self._places() for offset in place.offsets}
         for offset in {offset for place in places for offset in place.offsets} - kept:
-            records = await self._log.read(MODELS.name, CONTENT, offset, 1)
-            if records and records[0].offset == offset and records[0].key is not None:
-                await self._log.append([Draft(MODELS.name, CONTENT, b"", records[0].key)])
+            chunk = await event_at(self._log, MODELS, CONTENT, offset)
+            if isinstance(chunk, FileChunk):
+                await self._log.append([Draft(MODELS.name, CONTENT, b"", chunk.key)])
 
     async def set_alias(self, event: AliasSet) -> None:
         """Set or remove an alias. Raises LogError if the log fails."""
@@ -141,8 +139,7 @@ class ModelStore(Follower):
         offsets = []
         for index, at in enumerate(range(0, len(packed), CHUNK_BYTES_MAX)):
             chunk = FileChunk(sha256=sha, upload=upload, index=index, data=packed[at : at + CHUNK_BYTES_MAX])
-            key = f"{sha}/{upload}/{index}".encode()
-            offsets += await self._log.append([Draft(MODELS.name, CONTENT, encode(MODELS, chunk), key)])
+            offsets += await self._log.append([Draft(MODELS.name, CONTENT, encode(MODELS, chunk), chunk.key)])
         return StoredFile(sha256=sha, offsets=tuple(offsets))
 
     async def _load_file(self, name: str, size: int, place: StoredFile) -> bytes:
@@ -160,14 +157,10 @@ class ModelStore(Follower):
         return content
 
     async def _chunk(self, name: str, sha: str, offset: int) -> bytes:
-        for record in await self._log.read(MODELS.name, CONTENT, offset, 1):
-            try:
-                chunk = decode(MODELS, record.value)
-            except DecodeError:
-                continue
-            if record.offset == offset and isinstance(chunk, FileChunk) and chunk.sha256 == sha:
-                return chunk.data
-        raise ModelMissing(f"the topic {MODELS.name} has no piece of {name} at offset {offset}")
+        chunk = await event_at(self._log, MODELS, CONTENT, offset)
+        if not isinstance(chunk, FileChunk) or chunk.sha256 != sha:
+            raise ModelMissing(f"the topic {MODELS.name} has no piece of {name} at offset {offset}")
+        return chunk.data
 
     def apply(self, record: Record) -> None:
         if not record.value:
