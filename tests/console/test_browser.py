@@ -19,6 +19,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from forebay.replay.at import seek_time
 from forebay.replay.moment import Moment
+from forebay.replay.states import States
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.logs import invoke
 from tests.console.pages import (
@@ -65,7 +66,7 @@ def moment_at(log: Path, at_us: int) -> Moment:
 
     async def derived() -> Moment:
         with closing(SqliteLog.open(log, readonly=True)) as opened:
-            return await (await seek_time(opened, 0, at_us)).moment()
+            return await (await seek_time(States(opened, 0), at_us)).moment()
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, derived()).result()

@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from forebay.replay.at import seek_record, seek_time
 from forebay.replay.explain.explain import explain
+from forebay.replay.states import States
 from forebay.replay.status import read_status
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.logs import invoke
@@ -46,10 +47,10 @@ async def test_fifty_random_moments_equal_replay_at(client: httpx.AsyncClient, l
         for number in range(MOMENTS):
             if number % 2:
                 at_us = draw.randint(state["begin_us"], state["end_us"])
-                params, position = {"at_us": at_us}, await seek_time(opened, 0, at_us)
+                params, position = {"at_us": at_us}, await seek_time(States(opened, 0), at_us)
             else:
                 offset = draw.randrange(state["begin_offset"], state["end_offset"])
-                params, position = {"offset": offset}, await seek_record(opened, 0, offset)
+                params, position = {"offset": offset}, await seek_record(States(opened, 0), offset)
             found = await body(client, "/v1/console/moment", **params)
             assert comparable(found) == comparable(await position.moment()), (SEED, number, params)
 
@@ -80,7 +81,7 @@ async def test_requests_are_explained_as_by_replay_explain(client: httpx.AsyncCl
     with closing(SqliteLog.open(log, readonly=True)) as opened:
         for row in page["requests"]:
             found = await body(client, f"/v1/requests/{row['request_id']}/explain", number=row["number"])
-            expected = plain(await explain(opened, 0, row["request_id"]))
+            expected = plain(await explain(States(opened, 0), row["request_id"]))
             assert found["state"] == row["state"]
             del found["derived_from"], expected["derived_from"]  # a checkpoint may be nearer than a snapshot
             assert found == expected
@@ -186,6 +187,6 @@ async def test_an_explanation_has_changes_if_they_are_requested(client: httpx.As
     path, number = f"/v1/requests/{row['request_id']}/explain", row["number"]
     found = await body(client, path, number=number, changes=True)
     with closing(SqliteLog.open(log, readonly=True)) as opened:
-        expected = await explain(opened, 0, found["request_id"], with_changes=True)
+        expected = await explain(States(opened, 0), found["request_id"], with_changes=True)
     assert found["routings"] == plain(expected.routings)
     assert all("changes" not in routing for routing in (await body(client, path, number=number))["routings"])

@@ -19,6 +19,7 @@ from forebay.ingress.errors import ApiError
 from forebay.replay.at import seek_record
 from forebay.replay.catalog.facts import CatalogState
 from forebay.replay.catalog.store import Store
+from forebay.replay.states import States
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.benchmarks.recordings import MODEL, Shape, write_recording
@@ -133,7 +134,7 @@ async def newest(log: Path) -> Any:
     """Return the state at the last journal record, derived from the log alone."""
     with closing(SqliteLog.open(log, readonly=True)) as opened:
         end = await opened.end(JOURNAL.name, 0)
-        return comparable(await (await seek_record(opened, 0, end - 1)).moment())
+        return comparable(await (await seek_record(States(opened, 0), end - 1)).moment())
 
 
 @pytest.mark.slow

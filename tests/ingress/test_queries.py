@@ -34,6 +34,7 @@ from forebay.ingress.http.app import build_app
 from forebay.ingress.http.queries import SHARED_S, SharedReader, StatusReader
 from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Explanation
+from forebay.replay.states import States
 from forebay.replay.status import GroupStatus, owner_status
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.sqlite.log import SqliteLog
@@ -208,7 +209,7 @@ async def test_one_process_explains_as_this_one_does_until_it_dies(
     scene: Scene, log: Path, processes: list[Process]
 ) -> None:
     opened = SqliteLog.open(log, readonly=True)
-    here = await explain(opened, 0, "r", thorough=False)
+    here = await explain(States(opened, 0), "r", thorough=False)
     opened.close()
     async with pending(scene, LogSource(path=str(log))) as (_, start_request):
         responses = await asyncio.gather(*(start_request("r") for _ in range(3)))

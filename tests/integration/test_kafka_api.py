@@ -24,6 +24,7 @@ from forebay.events.tokens import Embedded, ResponseEnded, Usage
 from forebay.events.topics import OPENAI_REQUESTS, REQUESTS
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.replay.explain.explain import explain
+from forebay.replay.states import States
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import partitions_of
 from tests.harness.cluster import FOREBAY
@@ -280,7 +281,7 @@ async def test_the_whole_system_serves_the_kafka_api(scene: Scene) -> None:
                 assert records[0].body["usage"]["completion_tokens"] == CHAT["max_tokens"]
         await client.submit({**CHAT, "model": MODEL, "n": 3}, request_id="three")
         (whole,) = await client.complete_response("three")
-        found = await explain(log, 0, "three")
+        found = await explain(States(log, 0), "three")
         choices = {one["request_id"] for one in whole.body["forebay"]["choices"]}
         assert {found.request_id, *(found.others or ())} == choices
 

@@ -20,6 +20,7 @@ from forebay.events.transfer import Prefilled
 from forebay.events.versions import EVENTS_VERSION
 from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Ending, Explanation, FirstTokenTiming, Submission
+from forebay.replay.states import States
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, Driver, prefilled_by
@@ -106,11 +107,11 @@ class Recorder(Driver):
         await log.append(self.records())
         return log
 
-    async def explain(self, request_id: str, **options: Any) -> Explanation:
+    async def explain(self, request_id: str, custom: CustomPolicies = ONLY_BUILT_IN, **options: Any) -> Explanation:
         """Explain a request from the log written so far."""
         log = await self.log()
         try:
-            return await explain(log, 0, request_id, **options)
+            return await explain(States(log, 0, custom), request_id, **options)
         finally:
             log.close()
 

@@ -25,6 +25,7 @@ from forebay.events.topics import DECISIONS, FLEET, PROGRESS
 from forebay.journal.records import decode_journal
 from forebay.replay.at import JournalDiverged, NoSuchRecord, last_time, offset_at, seek, seek_record, seek_time
 from forebay.replay.moment import LaterFacts, Moment
+from forebay.replay.states import States
 from forebay.runtime.system import SystemRuntime
 from forebay.transport.base import Draft, LogError
 from forebay.transport.sqlite.log import SqliteLog
@@ -61,16 +62,16 @@ def first_of(log: SqliteLog, kind: type, after: int = 0) -> int:
 
 
 async def moment_at(log: SqliteLog, offset: int) -> Moment:
-    return await (await seek(log, 0, offset)).moment()
+    return await (await seek(States(log, 0), offset)).moment()
 
 
 async def test_states_from_the_beginning_and_from_a_snapshot_are_equal(log: SqliteLog) -> None:
-    walked, starts = await seek(log, 0, 0), set()
+    walked, starts = await seek(States(log, 0), 0), set()
     offsets = set(sampled(range(len(journal(log))), 60))
     while await walked.forward() is not None:
         if walked.offset not in offsets:
             continue
-        there = await seek(log, 0, walked.offset)
+        there = await seek(States(log, 0), walked.offset)
         starts.add(there.start)
         one, other = await walked.moment(), await there.moment()
         for name in (
@@ -103,11 +104,11 @@ async def test_states_from_a_slice_and_from_the_log_are_equal(log: SqliteLog, pa
             one, other = await moment_at(log, offset), await moment_at(cut, offset)
             assert (one.digest, one.record, one.now_us) == (other.digest, other.record, other.now_us)
             assert one.ranks == other.ranks
-            assert await offset_at(cut, 0, one.now_us) == await offset_at(log, 0, one.now_us)
+            assert await offset_at(States(cut, 0), one.now_us) == await offset_at(States(log, 0), one.now_us)
         with pytest.raises(NoSuchRecord, match=f"no journal record {begin - 1}: the recording has records {begin} to"):
-            await seek(cut, 0, begin - 1)
+            await seek(States(cut, 0), begin - 1)
         with pytest.raises(NoSuchRecord, match=r"the recording begins at .* after the requested time"):
-            await offset_at(cut, 0, 1)
+            await offset_at(States(cut, 0), 1)
 
 
 @pytest.mark.parametrize("recording", ALL, ids=lambda path: path.stem)
@@ -118,10 +119,10 @@ async def test_every_golden_recording_has_the_states_sealed_in_its_journal(recor
         records = golden.records(DECISIONS.name, group.partition, group.start, 10_000)
         for offset, sealed in {record.offset: decode_journal(record) for record in records}.items():
             if isinstance(sealed, Advanced):
-                position = await seek(golden, group.partition, offset, CUSTOM)
+                position = await seek(States(golden, group.partition, CUSTOM), offset)
                 if position.offset == offset:  # a stale record has the digest of another state
                     assert (await position.moment()).digest == sealed.digest
-        last = await (await seek(golden, group.partition, custom=CUSTOM)).moment()
+        last = await (await seek(States(golden, group.partition, CUSTOM))).moment()
         assert msgspec.json.decode(msgspec.json.encode(last), type=Moment) == last
 
 
@@ -138,7 +139,7 @@ async def test_lost_worker_is_shown_before_and_after_its_loss(log: SqliteLog) ->
     stranded = first_of(log, RequestRouted, after=first_of(log, RequestHeld))
     facts = [decode(FLEET, record.value) for record in log.records(FLEET.name, 0, 0, 100)]
     (lost,) = [fact for fact in facts if isinstance(fact, WorkerLost) and fact.worker_id == incident.SLOW]
-    position = await seek(log, 0, stranded - 1)
+    position = await seek(States(log, 0), stranded - 1)
     alive = dead = await position.moment()
     while incident.SLOW in {worker.worker_id for worker in dead.workers}:
         alive = dead
@@ -167,7 +168,7 @@ async def test_loss_reported_by_a_fenced_owner_is_ignored() -> None:
         made("fleet", WorkerLost(owner_epoch=owner_epoch, worker_id=name, worker_epoch=made.epoch(name)))
     made.snapshot()
     with closing(await made.log()) as log:
-        moment = await (await seek(log, 0)).moment()
+        moment = await (await seek(States(log, 0))).moment()
     assert moment.start > 0, "the state starts at the snapshot, so the losses come from the log"
     assert [worker.worker_id for worker in moment.workers] == ["a"]
     assert [loss.worker_id for loss in moment.lost] == ["b"]
@@ -201,19 +202,21 @@ async def test_a_time_selects_the_last_record_written_by_then(
         clocks.append(record.consumed[-1].now_us if record.consumed else max(last, claimed))
     times = sorted({clock + off for clock in clocks for off in (0, 1) if clock and clock + off <= clocks[-1]})
     for time_us in sampled(times, 100):
-        assert await offset_at(log, 0, time_us) == max(at for at, clock in enumerate(clocks) if clock <= time_us)
+        assert await offset_at(States(log, 0), time_us) == max(
+            at for at, clock in enumerate(clocks) if clock <= time_us
+        )
     with pytest.raises(NoSuchRecord, match=r"the recording begins at .* after the requested time"):
-        await offset_at(log, 0, min(clock for clock in clocks if clock) - 1)
-    assert await offset_at(log, 0, clocks[-1] + 1) == len(clocks) - 1
+        await offset_at(States(log, 0), min(clock for clock in clocks if clock) - 1)
+    assert await offset_at(States(log, 0), clocks[-1] + 1) == len(clocks) - 1
 
 
 async def test_offsets_and_times_outside_the_journal_are_rejected(log: SqliteLog) -> None:
     end = len(journal(log))
     for offset in (end, end + 100):
         with pytest.raises(NoSuchRecord, match=f"no journal record {offset}: the recording has records 0 to {end - 1}"):
-            await seek(log, 0, offset)
+            await seek(States(log, 0), offset)
     with closing(SqliteLog.open(None)) as empty:
-        for question in (seek(empty, 0), offset_at(empty, 0, 1)):
+        for question in (seek(States(empty, 0)), offset_at(States(empty, 0), 1)):
             with pytest.raises(NoSuchRecord, match="is empty: no decision was recorded"):
                 await question
 
@@ -226,7 +229,7 @@ async def test_no_state_is_shown_after_a_divergence(log: SqliteLog, path: Path, 
     with closing(SqliteLog.open(copy, readonly=True)) as changed:
         assert (await moment_at(changed, wrong - 1)).offset == wrong - 1
         with pytest.raises(JournalDiverged, match=f"journal record {wrong} does not follow from the events"):
-            await seek(changed, 0, wrong)
+            await seek(States(changed, 0), wrong)
 
 
 async def test_a_stale_record_shows_the_state_of_the_previous_valid_record(
@@ -236,7 +239,7 @@ async def test_a_stale_record_shows_the_state_of_the_previous_valid_record(
     assert stale.owner_epoch == 0
     with closing(SqliteLog.open(Path(shutil.copy(path, tmp_path)))) as changed:
         (offset,) = await changed.append([Draft(DECISIONS.name, 0, encode(DECISIONS, stale))])
-        assert (await seek(changed, 0, offset)).offset == offset - 1
+        assert (await seek(States(changed, 0), offset)).offset == offset - 1
 
 
 # Times
@@ -270,7 +273,7 @@ async def test_the_state_between_two_journal_records_is_that_of_the_owner(histor
     made.seal()
     with closing(await made.log()) as log:
         for time_us in sampled([one for one in made.digests if one >= first_us], 10):
-            moment = await (await seek_time(log, 0, time_us)).moment()
+            moment = await (await seek_time(States(log, 0), time_us)).moment()
             assert (moment.digest, moment.now_us) == (made.digests[time_us], time_us)
             assert (moment.later.requested_us, moment.later.unrecorded, moment.later.not_applied) == (time_us, {}, {})
 
@@ -283,7 +286,7 @@ async def test_events_before_the_next_record_are_counted() -> None:
     finished_us = made.now_us
     made.ask("two", [2])
     with closing(await made.log()) as log:
-        before, after = [await (await seek_time(log, 0, finished_us + off)).moment() for off in (-1, 5)]
+        before, after = [await (await seek_time(States(log, 0), finished_us + off)).moment() for off in (-1, 5)]
     assert ([one.phase for one in before.requests], after.requests) == (["decode"], [])
     assert before.later == LaterFacts(requested_us=finished_us - 1, applied={"progress": 1})
     assert after.later == LaterFacts(requested_us=finished_us + 5, applied={"progress": 2})
@@ -329,10 +332,10 @@ async def test_ends_of_requests_after_the_last_record_are_applied_and_named() ->
     last_us = START_US + EVERY_US
     with closing(await idle_log(made, ended(made, "one"), ended(made, "two"))) as log:
         assert await last_time(log, 0) == last_us
-        positions = [await seek_time(log, 0, time_us) for time_us in (START_US - 1, START_US, last_us)]
-        positions += [await seek_record(log, 0), await seek_record(log, 0, 1)]
+        positions = [await seek_time(States(log, 0), time_us) for time_us in (START_US - 1, START_US, last_us)]
+        positions += [await seek_record(States(log, 0)), await seek_record(States(log, 0), 1)]
         with pytest.raises(NoSuchRecord, match=r"the recording ends at .*, before the requested time"):
-            await seek_time(log, 0, last_us + 1)
+            await seek_time(States(log, 0), last_us + 1)
         early, between, late, default, first = [await position.moment() for position in positions]
     assert [len(one.requests) for one in (early, between, late, default)] == [2, 1, 0, 2]
     assert early.later == LaterFacts(requested_us=START_US - 1)
@@ -348,7 +351,7 @@ async def test_events_from_the_first_decision_without_a_record_on_are_not_applie
     later = [ended(made, "one"), ("requests", request("new", [9])), ended(made, "two"), ("progress", None)]
     last_us = START_US + 3 * EVERY_US
     with closing(await idle_log(made, *later)) as log:
-        found = await (await seek_time(log, 0, last_us)).moment()
+        found = await (await seek_time(States(log, 0), last_us)).moment()
     assert ([one.request_id for one in found.requests], found.now_us) == (["two"], START_US)
     not_applied = {"requests": 1, "progress": 2}
     assert found.later == LaterFacts(requested_us=last_us, unrecorded={"progress": 1}, not_applied=not_applied)
@@ -358,7 +361,7 @@ async def test_a_deadline_after_the_last_record_is_a_decision() -> None:
     made = running("one")
     due_us = 60_000_000
     with closing(await idle_log(made, ended(made, "one"), start_us=10 * due_us)) as log:
-        found = await (await seek_time(log, 0, 10 * due_us)).moment()
+        found = await (await seek_time(States(log, 0), 10 * due_us)).moment()
     assert [one.request_id for one in found.requests] == ["one"]
     assert found.later.not_applied == {"progress": 1}
     assert found.now_us < due_us
@@ -370,4 +373,4 @@ async def test_a_missing_record_after_the_journal_is_an_error() -> None:
         closing(await idle_log(made, ended(made, "one"), ("progress", None))) as log,
         pytest.raises(LogError, match="progress/0: the records from 0 to 0 are missing"),
     ):
-        await seek_time(LogWithout(log, PROGRESS, 0), 0, START_US + EVERY_US)
+        await seek_time(States(LogWithout(log, PROGRESS, 0), 0), START_US + EVERY_US)

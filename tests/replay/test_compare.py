@@ -11,6 +11,7 @@ from forebay.events.control import BusyThresholds, RouterConfig
 from forebay.replay.at import seek
 from forebay.replay.compare import CHANGES_MAX, MomentComparison, compare_moments
 from forebay.replay.moment import HeldFacts, LossFacts, Moment
+from forebay.replay.states import States
 from forebay.transport.sqlite.log import SqliteLog
 from tests.logs.record import FOLDER
 
@@ -19,7 +20,7 @@ replace = msgspec.structs.replace
 
 def moment_of(name: str, offset: int | None = None) -> Moment:
     async def read() -> Moment:
-        return await (await seek(log, 0, offset)).moment()
+        return await (await seek(States(log, 0), offset)).moment()
 
     log = SqliteLog.open(Path(FOLDER / f"{name}.rec"), readonly=True)
     try:

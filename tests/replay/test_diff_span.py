@@ -20,6 +20,7 @@ from forebay.replay.at import seek
 from forebay.replay.diff.diff import EmptySpan, diff, span_of
 from forebay.replay.diff.report import DiffReport
 from forebay.replay.record.slice import Window
+from forebay.replay.states import States
 from forebay.transport.base import LogError
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.transport.sqlite.recording import utc
@@ -73,7 +74,7 @@ async def compared(
 
 async def state_at(log: SqliteLog, offset: int) -> Start:
     """Return a state as a checkpoint of the catalog holds it: right after a journal record."""
-    position = await seek(log, 0, offset, CUSTOM)
+    position = await seek(States(log, 0, CUSTOM), offset)
     return Start(restore(position.world.snapshot(), CUSTOM), position.offset + 1)
 
 

@@ -29,6 +29,7 @@ from forebay.journal.records import decode_journal, journal_records
 from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import CandidateCost, Explanation, Routing
 from forebay.replay.explain.find import RequestRecord, UnknownRequest
+from forebay.replay.states import States
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, histories, joined, perform, pool, query, request
@@ -498,7 +499,7 @@ def test_explanations_from_the_beginning_and_from_snapshots_are_equal(history: l
 async def check_all(plain: Recorder, sealed: Recorder) -> None:
     logs = [await made.log() for made in (plain, sealed)]
     for name in dict.fromkeys(one.request_id for one in plain.decided if hasattr(one, "request_id")):
-        explanation, again = [await explain(log, 0, name) for log in logs]
+        explanation, again = [await explain(States(log, 0), name) for log in logs]
         assert same(explanation) == same(again)
         assert explanation.divergence is None
         recorded = [one for one in plain.decided if getattr(one, "request_id", None) == name]
@@ -520,7 +521,7 @@ async def test_golden_recordings_are_explained(path: Path) -> None:
     begin, end = await log.begin(DECISIONS.name, partition), await log.end(DECISIONS.name, partition)
     journal = [decode_journal(record) async for record in journal_records(log, partition, begin, end)]
     for name in list(dict.fromkeys(one.request_id for one in journal if isinstance(one, RequestRecord)))[::EVERY]:
-        explanation = await explain(log, partition, name, custom=CUSTOM)
+        explanation = await explain(States(log, partition, CUSTOM), name)
         assert explanation.divergence is None
         assert explanation.ending is not None
         check_routings(explanation, name, journal)
@@ -614,7 +615,7 @@ async def test_a_request_older_than_the_log() -> None:
     made.seal()
     made.ask("r", PROMPTS[1])  # rejected, because the id is remembered
     await log.append(made.records())
-    found = await explain(log, 0, "r")
+    found = await explain(States(log, 0), "r")
     log.close()
     assert words(found) == ["taken_up", "first_token", "finished", "duplicate_refused"]
     submission = submission_of(found)

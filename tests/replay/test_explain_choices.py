@@ -22,6 +22,7 @@ from forebay.journal.records import decode_journal
 from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Routing
 from forebay.replay.explain.selection_changes import NUMBERS, OTHER_POLICIES, changes_of
+from forebay.replay.states import States
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, joined, pool
 from tests.logs.own_policy import CUSTOM as GOLDEN_CUSTOM
@@ -399,7 +400,7 @@ async def test_encode_stages_and_route_queries() -> None:
     assert (found.attempt, bool(found.changes)) == (0, True)
     with closing(SqliteLog.open(FOLDER / "encode-stage.rec", readonly=True)) as log:
         at, record = next((at, one) for at, one in routed_in(log) if one.stage == "encode")
-        found, *_ = (await explain(log, 0, record.request_id, with_changes=True)).routings
+        found, *_ = (await explain(States(log, 0), record.request_id, with_changes=True)).routings
     assert (found.offset, found.stage) == (at, "encode")
     assert isinstance(found.notes, list)
     assert "An encode worker is always selected by its number of active requests" in found.notes[0]
@@ -410,8 +411,8 @@ async def test_every_attempt_has_its_changes() -> None:
     with closing(SqliteLog.open(FOLDER / "lost-workers.rec", readonly=True)) as log:
         routed = routed_in(log)
         request_id = next(record.request_id for _, record in routed if record.attempt > 1)
-        found = (await explain(log, 0, request_id, with_changes=True)).routings
-        without = (await explain(log, 0, request_id)).routings
+        found = (await explain(States(log, 0), request_id, with_changes=True)).routings
+        without = (await explain(States(log, 0), request_id)).routings
     attempts = [(offset, record.attempt) for offset, record in routed if record.request_id == request_id]
     assert [(one.offset, one.attempt) for one in found] == attempts
     assert all(one.changes for one in found)

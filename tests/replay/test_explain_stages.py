@@ -31,6 +31,7 @@ from forebay.replay.explain.explanation import Explanation
 from forebay.replay.explain.timeline import Timeline, saved_us, tokens_by_source
 from forebay.replay.explain.wording import place_text
 from forebay.replay.moment import pools_of, requests_of
+from forebay.replay.states import States
 from tests.core.worlds import BLOCK, ENCODED, LEASE_US, MEDIA, PROMPTS, joined, pool, prefill_pool
 from tests.replay.recorder import Recorder, disaggregated, ending_of, first_token_of, fleet, words
 
@@ -420,7 +421,7 @@ async def test_a_moment_has_stores_and_measured_costs() -> None:
     made = tiered("b")
     made.seal()
     log = await made.log()
-    moment = await (await seek(log, 0)).moment()
+    moment = await (await seek(States(log, 0))).moment()
     log.close()
     assert moment.stores == {"s": 8}
     assert [worker.kv_store for worker in moment.workers] == ["s", "s"]

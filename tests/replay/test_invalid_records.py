@@ -30,6 +30,7 @@ from forebay.live.standby import RecoveryDiverged, Standby
 from forebay.replay.at import seek
 from forebay.replay.explain.find import find
 from forebay.replay.record.slice import Window, slice_of
+from forebay.replay.states import States
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Log, LogError
 from forebay.transport.sqlite.log import SqliteLog
@@ -161,7 +162,7 @@ async def outcome(log: Log) -> tuple[dict[str, Any], int]:
     await standby.catch_up(end)
     taken = await newest_snapshot(log, 0, end)
     valid = [record async for _, record in journal(log, 0, 0, end, Validity())]
-    position = await seek(log, 0)
+    position = await seek(States(log, 0))
     window = await slice_of(log, "g", 0, Window()) if report.decisions else None
     named = next((record.request_id for record in valid if isinstance(record, RequestRouted)), "")
     found = {

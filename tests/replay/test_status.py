@@ -10,6 +10,7 @@ from forebay.events.fleet import WorkerSuspect
 from forebay.events.requests import RoutingHints
 from forebay.events.topics import DECISIONS, FLEET
 from forebay.replay.at import seek
+from forebay.replay.states import States
 from forebay.replay.status import GroupStatus, owner_status, read_status, with_heartbeats
 from forebay.transport.base import Draft
 from forebay.transport.heartbeats import RouterHeartbeats
@@ -37,7 +38,7 @@ async def test_events_after_the_newest_decision_are_applied() -> None:
         await until(lambda: len(owner.world.fleet) == 2)
         await served(system)
         await until(lambda: len(system.decisions(RequestRouted)) == REQUESTS and not len(owner.world.requests))
-        journalled = (await seek(log, 0)).world
+        journalled = (await seek(States(log, 0))).world
         assert len(journalled.requests) > 0, "the journal alone does not show that the requests have ended"
         exact = await owner_status(log, 0, MODEL, owner.world)
         derived = await read_status(log, 0, MODEL)

@@ -35,17 +35,18 @@ from forebay.replay.catalog.follow import Follower
 from forebay.replay.catalog.live import LivePublisher, read_live
 from forebay.replay.catalog.markers import markers
 from forebay.replay.catalog.request_queries import requests
-from forebay.replay.catalog.seek import CatalogStates, catalog_explanation, catalog_position
+from forebay.replay.catalog.seek import CatalogStates
 from forebay.replay.catalog.store import Store
 from forebay.replay.diff.diff import diff, span_of
 from forebay.replay.explain.explain import explain
+from forebay.replay.states import States
 from forebay.replay.status import GroupStatus
 from forebay.transport.base import Draft, Log, LogError, NotDerivable, Record
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli import in_process
 from tests.console.serving import console_settings
 from tests.live.shared import OTHER, OTHER_RELEASE, PREFIX, Program
-from tests.replay.catalog.scene import LogView
+from tests.replay.catalog.scene import LogView, catalog_explanation
 from tests.replay.recorder import words
 from tests.system import MODEL, System, submitted, until, until_ended
 
@@ -138,26 +139,26 @@ async def forebay(*arguments: object) -> Any:
 async def test_moments_after_a_seal_are_derived_from_its_snapshot(log: SqliteLog, with_void: bool) -> None:
     made = await upgraded(log, "oxo", with_void=with_void)
     sealed = await load_sealed(log, 0, await made.record(made.seals[1]))
-    at_claim = await seek(log, 0, made.claims[2])
+    at_claim = await seek(States(log, 0), made.claims[2])
     assert (at_claim.start, at_claim.world.view) == (made.claims[2], sealed.view)
-    position = await seek(log, 0, made.routed[2])
+    position = await seek(States(log, 0), made.routed[2])
     assert (position.offset, position.start) == (made.routed[2], made.claims[2])
     assert position.world.requests.get("o2") is not None
-    by_time = await seek_time(log, 0, await made.clock(made.routed[2]))
+    by_time = await seek_time(States(log, 0), await made.clock(made.routed[2]))
     assert by_time.world.digest() == position.world.digest()
 
 
 async def test_the_state_right_before_and_after_another_version_is_shown(log: SqliteLog) -> None:
     made = await upgraded(log, "oxo")
-    before = await seek_record(log, 0, made.seals[0])
+    before = await seek_record(States(log, 0), made.seals[0])
     assert before.offset == made.seals[0]
-    claimed = await seek(log, 0, made.claims[1])
+    claimed = await seek(States(log, 0), made.claims[1])
     assert (claimed.offset, claimed.world.view) == (made.claims[1], before.world.view)
     times = [run.now_us for run in (await made.record(made.routed[1])).consumed]
-    assert (await seek_time(log, 0, times[0] - 1)).world.view == before.world.view
+    assert (await seek_time(States(log, 0), times[0] - 1)).world.view == before.world.view
     assert times[0] < times[-1], "the other owner had applied events before its first decision"
     with pytest.raises(NotDerivable):
-        await seek_time(log, 0, times[0])
+        await seek_time(States(log, 0), times[0])
 
 
 @pytest.mark.parametrize("owners", ["oxo", "x", "xo", "oxxo", "oxx"])
@@ -165,7 +166,8 @@ async def test_a_moment_of_other_rules_names_the_version(log: SqliteLog, owners:
     made = await upgraded(log, owners)
     offset, seal = made.routed[owners.index("x")], made.seals[owners.index("x")]
     text = re.escape(f"{DECIDED_BY}, this program has version {CORE_VERSION}: use the program that wrote it")
-    for seeking in (seek(log, 0, offset), seek_time(log, 0, await made.clock(offset)), seek(log, 0, seal)):
+    states = States(log, 0)
+    for seeking in (seek(states, offset), seek_time(states, await made.clock(offset)), seek(states, seal)):
         with pytest.raises(NotDerivable, match=text):
             await seeking
     with pytest.raises(OtherRules, match=re.escape(DECIDED_BY)):
@@ -220,7 +222,7 @@ async def test_the_command_names_the_version_of_another_part(tmp_path: Path) -> 
 
 async def test_a_request_after_the_seal_is_derived(log: SqliteLog) -> None:
     made = await upgraded(log, "oxo")
-    found = await explain(log, 0, "o2")
+    found = await explain(States(log, 0), "o2")
     assert found.derived_from == made.claims[2]
     assert [routing.offset for routing in found.routings] == [made.routed[2]]
 
@@ -241,10 +243,10 @@ async def test_a_request_that_an_owner_continues_is_explained_from_there(
             await system.stop_worker("w0")
             system.start_worker("w1")
             await until_ended(system, "a")
-        found = await explain(log, 0, "a")
+        found = await explain(States(log, 0), "a")
         offsets = [offset for offset, one in enumerate(system.decisions()) if isinstance(one, RequestRouted)]
         async with followed(log, tmp_path / "catalog") as follower:
-            early = await checkpoints.take((await seek(log, 0, 0)).world, 1, {})
+            early = await checkpoints.take((await seek(States(log, 0), 0)).world, 1, {})
             checkpoints.write(follower.store.connection, early)
             assert await catalog_explanation(log, 0, follower.store, "a") == found
     assert (words(found)[0], found.state) == ("taken_up", "finished")
@@ -276,7 +278,7 @@ async def test_a_void_claim_is_no_takeover(log: SqliteLog, monkeypatch: pytest.M
         await log.append([claim_of(OTHER)])
         await system.serve("b", PREFIX)
     for thorough in (True, False):
-        assert words(await explain(log, 0, "b", thorough=thorough)) == SERVED
+        assert words(await explain(States(log, 0), "b", thorough=thorough)) == SERVED
 
 
 # Catalogs
@@ -326,14 +328,14 @@ async def test_moments_of_own_spans_are_derived(log: SqliteLog, tmp_path: Path, 
         for letter, offset in zip(owners, made.routed, strict=True):
             time_us = await made.clock(offset)
             if letter == "o":
-                expected = (await seek(log, 0, offset)).world.digest()
-                assert (await catalog_position(log, 0, store, offset=offset)).world.digest() == expected
-                assert (await catalog_position(log, 0, store, time_us=time_us)).world.digest() == expected
+                expected = (await seek(States(log, 0), offset)).world.digest()
+                assert (await seek_record(CatalogStates(store, log, 0), offset)).world.digest() == expected
+                assert (await seek_time(CatalogStates(store, log, 0), time_us)).world.digest() == expected
                 continue
             with pytest.raises(NotDerivable, match=rf"decided by version {OTHER} of the rules"):
-                await catalog_position(log, 0, store, offset=offset)
+                await seek_record(CatalogStates(store, log, 0), offset)
             with pytest.raises(NotDerivable, match=rf"decided by version {OTHER} of the rules"):
-                await catalog_position(log, 0, store, time_us=time_us)
+                await seek_time(CatalogStates(store, log, 0), time_us)
 
 
 async def test_no_derivation_crosses_a_gap(log: SqliteLog, tmp_path: Path) -> None:
@@ -342,7 +344,7 @@ async def test_no_derivation_crosses_a_gap(log: SqliteLog, tmp_path: Path) -> No
     async with followed(log, tmp_path / "catalog") as follower:
         store = follower.store
         checkpoints.remove(store.connection, made.claims[2])
-        checkpoints.write(store.connection, await checkpoints.take((await seek(log, 0, 1)).world, 2, {}))
+        checkpoints.write(store.connection, await checkpoints.take((await seek(States(log, 0), 1)).world, 2, {}))
         states = CatalogStates(store, log, 0)
         assert (await states.before(made.seals[0])).offset == 2
         assert (await states.before(made.routed[2])).offset == made.claims[2]
@@ -351,9 +353,9 @@ async def test_no_derivation_crosses_a_gap(log: SqliteLog, tmp_path: Path) -> No
 async def test_a_checkpoint_right_after_a_seal_is_usable(log: SqliteLog, tmp_path: Path) -> None:
     made = await upgraded(log, "oxo")
     async with followed(log, tmp_path / "catalog") as follower:
-        sealed = await seek(log, 0, made.seals[0])
+        sealed = await seek(States(log, 0), made.seals[0])
         checkpoints.write(follower.store.connection, await checkpoints.take(sealed.world, made.seals[0] + 1, {}))
-        position = await catalog_position(log, 0, follower.store, offset=made.claims[1])
+        position = await seek_record(CatalogStates(follower.store, log, 0), made.claims[1])
         assert (position.start, position.offset) == (made.seals[0] + 1, made.claims[1])
 
 
@@ -476,7 +478,7 @@ async def test_what_follows_given_up_records_is_derived(
         _, claim = await log.append([Draft(DECISIONS.name, 0, foreign), ours_again])
         async with ours.owning(system, seals=True):  # "b" stays active, because its worker ignores the second order
             await system.serve("c", PREFIX)
-    position, newest = await seek(log, 0, claim + 1), await seek(log, 0)
+    position, newest = await seek(States(log, 0), claim + 1), await seek(States(log, 0))
     assert position.start == claim
     view = LogView(log, claim)
     async with followed(view, tmp_path / "interrupted") as follower:
@@ -489,12 +491,12 @@ async def test_what_follows_given_up_records_is_derived(
     for _ in range(2):  # the second follower begins at the checkpoint
         async with followed(log, tmp_path / "catalog") as follower:
             assert follower.error == ""
-            found = await catalog_position(log, 0, follower.store, offset=claim + 1)
+            found = await seek_record(CatalogStates(follower.store, log, 0), claim + 1)
             assert found.world.digest() == position.world.digest()
             assert ((await found.moment()).unverified, (await position.moment()).unverified) == ({}, {})
             assert follower.reader is not None
             assert follower.reader.world.digest() == newest.world.digest()
-    explained = await explain(log, 0, "c")
+    explained = await explain(States(log, 0), "c")
     assert explained.derived_from >= claim
     code, _, error = await forebay("replay", "diff", tmp_path / "log.db", "--policy", "random")
     assert (code, "give --from and --to" in error) == (2 if lost_rules == CORE_VERSION else 3, True)

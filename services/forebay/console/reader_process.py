@@ -29,12 +29,13 @@ from forebay.events.topics import DECISIONS, INPUTS
 from forebay.ingress.child_process import ChildConnection, ChildResponse
 from forebay.ingress.explain_worker import LogSource, opened_log
 from forebay.journal.groups import partitions_of
-from forebay.replay.at import NoSuchRecord, Position, last_time
+from forebay.replay.at import NoSuchRecord, Position, last_time, seek_record, seek_time
 from forebay.replay.catalog import request_queries
-from forebay.replay.catalog.seek import catalog_explanation, catalog_position
+from forebay.replay.catalog.mentions import find_mentions
+from forebay.replay.catalog.seek import CatalogStates
 from forebay.replay.catalog.store import CatalogError, Store
 from forebay.replay.compare import compare_moments
-from forebay.replay.explain.explain import explain_among
+from forebay.replay.explain.explain import explain, explain_among
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.explain.find import UnknownRequest
 from forebay.replay.policies import load_policies
@@ -52,6 +53,7 @@ class Reader:
         self._log = log
         self._store = store
         self._custom = custom
+        self._states = CatalogStates(store, log, settings.partition, custom)
 
     async def answer(self, message: AnyReading) -> Any:
         match message:
@@ -72,12 +74,9 @@ class Reader:
                 return await self._record(message)
 
     async def _position(self, at_us: int | None, offset: int | None = None) -> Position:
-        partition = self._settings.partition
         if at_us is None and offset is None:
-            at_us = await last_time(self._log, partition)
-        return await catalog_position(
-            self._log, partition, self._store, time_us=at_us, offset=offset, custom=self._custom
-        )
+            at_us = await last_time(self._log, self._settings.partition)
+        return await (seek_record(self._states, offset) if at_us is None else seek_time(self._states, at_us))
 
     async def _status(self, message: ReadStatus) -> GroupStatus:
         world = (await self._position(message.at_us)).world
@@ -92,15 +91,8 @@ class Reader:
         ):
             raise NoSuchRecord(f"the request {message.request_id!r} was not submitted at offset {message.number}")
         try:
-            return await catalog_explanation(
-                self._log,
-                self._settings.partition,
-                self._store,
-                message.request_id,
-                journal_offset=None if row is None else row.journal_offset,
-                with_changes=message.with_changes,
-                custom=self._custom,
-            )
+            known = find_mentions(self._store, message.request_id, None if row is None else row.journal_offset)
+            return await explain(self._states, message.request_id, with_changes=message.with_changes, mentions=known)
         except UnknownRequest:
             others = await partitions_of(self._log) - {self._settings.partition}
             if not others:

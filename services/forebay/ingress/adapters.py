@@ -122,7 +122,7 @@ class Adapters:
                     begins = [await self._log.begin(topic.name, partition) for topic in (CONTROL, FLEET)]
                     self._changes += any(begins)
                 for follower in self._followers:
-                    await follower.catch_up(partition)
+                    await follower.read_all(partition)
         except TimeoutError as error:
             raise ApiError(503, "log_unavailable", f"the log did not respond within {CATCH_UP_S:g} s") from error
         except LogError as error:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from forebay.core.rederive import Divergence
-from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies, PolicyMissing
+from forebay.core.routing.policies import PolicyMissing
 from forebay.core.state.fleet import FleetWorker
 from forebay.core.step import CLOCK, AnyDecision, InputEvent, open_run, step
 from forebay.core.world import CORE_VERSION, World
@@ -185,26 +185,20 @@ async def read_losses(log: Log, partition: int, fleet_end: int) -> list[LossFact
     return list(found.values())[-LOST_MAX:]
 
 
-async def seek(
-    log: Log,
-    partition: int,
-    offset: int | None = None,
-    custom: CustomPolicies = ONLY_BUILT_IN,
-    states: States | None = None,
-) -> Position:
+async def seek(states: States, offset: int | None = None) -> Position:
     """Return the position at the journal record at `offset`, by default at the last record.
 
     If that record is stale or foreign, the position is at the last valid record before it. The derivation begins at the
-    newest of `states` before it, by default at the newest snapshot. Raises NoSuchRecord if the recording has no record
-    at `offset`. Raises NotDerivable if an owner with other decision rules wrote the record.
+    newest of `states` before it. Raises NoSuchRecord if the recording has no record at `offset`. Raises NotDerivable if
+    an owner with other decision rules wrote the record.
     """
+    log, partition = states.log, states.partition
     begin, end = await _extent(log, partition)
     wanted = end - 1 if offset is None else offset
     if not begin <= wanted < end:
         raise NoSuchRecord(f"no journal record {wanted}: the recording has records {begin} to {end - 1}")
-    known = States(log, partition, custom) if states is None else states
     try:
-        start = await known.before(wanted)
+        start = await states.before(wanted)
         last = await _last_valid(log, partition, start, wanted)
         position = Position(log, partition, start, end)
         while position.offset < last and await position.forward():
@@ -222,16 +216,15 @@ async def _last_valid(log: Log, partition: int, start: Start, wanted: int) -> in
     return last
 
 
-async def offset_at(log: Log, partition: int, time_us: int, states: States | None = None) -> int:
+async def offset_at(states: States, time_us: int) -> int:
     """Return the offset of the last valid journal record written at or before `time_us` on the owner's clock.
 
     The search begins at a state of `states` before `time_us`, if any. Raises NoSuchRecord if the recording begins
     later.
     """
+    log, partition = states.log, states.partition
     begin, end = await _extent(log, partition)
-    start = None if states is None else states.by_time(time_us)
-    if start is None:
-        start = await _state_near(log, partition, time_us)
+    start = states.by_time(time_us) or await _state_near(log, partition, time_us)
     clock_us = start.now_us
     found = start.offset - 1 if start.offset > begin else -1  # the seal right before a snapshot's state
     newest = found
@@ -313,20 +306,15 @@ class _LaterEvent(NamedTuple):
     event: InputEvent | None
 
 
-async def seek_time(
-    log: Log,
-    partition: int,
-    time_us: int,
-    custom: CustomPolicies = ONLY_BUILT_IN,
-    states: States | None = None,
-) -> Position:
+async def seek_time(states: States, time_us: int) -> Position:
     """Return the position at `time_us`: at the last journal record written by then, with the events applied after it.
 
-    The derivation begins at the newest of `states` before it, by default at the newest snapshot. Raises NoSuchRecord if
-    the log begins after `time_us` or ends before it, NotDerivable if an owner with other decision rules decided then.
+    The derivation begins at the newest of `states` before it. Raises NoSuchRecord if the log begins after `time_us` or
+    ends before it, NotDerivable if an owner with other decision rules decided then.
     """
-    offset = await offset_at(log, partition, time_us, states)
-    position = await seek(log, partition, offset, custom, states)
+    log, partition = states.log, states.partition
+    offset = await offset_at(states, time_us)
+    position = await seek(states, offset)
     following = await _next_record(log, partition, position)
     if following is not None:
         at, record, owner = following
@@ -338,21 +326,16 @@ async def seek_time(
     await _require_not_after_end(log, partition, position.world, time_us)
     applied, left, deciding = await apply_unrecorded(log, partition, position.world, time_us)
     if deciding is not None:  # one event too many: derive the state again, and stop before this event
-        position = await seek(log, partition, offset, custom, states)
+        position = await seek(states, offset)
         applied, left, _ = await apply_unrecorded(log, partition, position.world, time_us, deciding)
     position.later = LaterFacts(requested_us=time_us, unrecorded=dict(applied), not_applied=dict(left))
     return position
 
 
-async def seek_record(
-    log: Log,
-    partition: int,
-    offset: int | None = None,
-    custom: CustomPolicies = ONLY_BUILT_IN,
-    states: States | None = None,
-) -> Position:
+async def seek_record(states: States, offset: int | None = None) -> Position:
     """Return the position of `seek`. At the last journal record, it has the number of later events on the log."""
-    position = await seek(log, partition, offset, custom, states)
+    log, partition = states.log, states.partition
+    position = await seek(states, offset)
     if await _next_record(log, partition, position) is None:
         view = position.world.view
         counts = {topic.name: await log.end(topic.name, partition) - view.get(topic.name, 0) for topic in INPUTS}

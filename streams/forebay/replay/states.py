@@ -19,16 +19,16 @@ class States:
     """The snapshots on the log of one group. A subclass may know more states."""
 
     def __init__(self, log: Log, partition: int, custom: CustomPolicies = ONLY_BUILT_IN) -> None:
-        self._log = log
-        self._partition = partition
-        self._custom = custom
+        self.log = log
+        self.partition = partition
+        self.custom = custom
 
     async def before(self, offset: int) -> Start:
         """Return the newest usable state from which the journal record at `offset` can be derived.
 
         Raises OtherRules if the owner of this record had other decision rules, and LogError if there is no such state.
         """
-        return await before(self._log, self._partition, offset, self._custom)
+        return await before(self.log, self.partition, offset, self.custom)
 
     def by_time(self, _time_us: int, /) -> StoredState | None:
         """Return the newest known state whose clock is set and at most this time; None if no such state is known.

@@ -22,6 +22,7 @@ from forebay.events.topics import DECISIONS, INPUTS
 from forebay.journal.snapshots import claim_at
 from forebay.replay.at import last_time, seek_time
 from forebay.replay.moment import Fact, RankFacts, ranks_of
+from forebay.replay.states import States
 from forebay.transport.base import Log
 from forebay.transport.heartbeats import OwnerPresence
 
@@ -143,7 +144,7 @@ async def read_status(log: Log, partition: int, group: str, custom: CustomPolici
     """
     if not await log.end(DECISIONS.name, partition):
         return await build_status(log, partition, group, World(custom), "log")
-    position = await seek_time(log, partition, await last_time(log, partition), custom)
+    position = await seek_time(States(log, partition, custom), await last_time(log, partition))
     return await build_status(log, partition, group, position.world, "log")
 
 

@@ -32,7 +32,7 @@ class Directory(Follower):
 
     async def start(self) -> None:
         """Read all existing placements. Raises LogError."""
-        await self.catch_up(PARTITION)
+        await self.read_all(PARTITION)
 
     def partition_of(self, group: str) -> int | None:
         """Return the current control partition of a group. Raises LogError."""

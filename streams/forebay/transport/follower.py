@@ -37,7 +37,7 @@ class Follower:
         self.position = offset
         self._wake.set()
 
-    async def catch_up(self, partition: int) -> None:
+    async def read_all(self, partition: int) -> None:
         """Read every record that a partition has now. Raises LogError."""
         end = await self._log.end(self._topic.name, partition)
         if self._tail is None:

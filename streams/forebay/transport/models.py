@@ -51,7 +51,7 @@ class ModelStore(Follower):
 
     async def start(self) -> None:
         """Read all stored cards, without the content of their files. Raises LogError."""
-        await self.catch_up(CARDS)
+        await self.read_all(CARDS)
 
     async def stored(self, digest: str) -> ModelStored:
         """Wait until the topic has the card with this digest, and return its record. Raises LogError."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from forebay import runtime
-from forebay.core.routing.policies import CustomPolicies
+from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.step import CLOCK, AnyDecision, InputEvent
 from forebay.core.world import World
 from forebay.events.decisions import JournalRecord
@@ -19,9 +19,12 @@ from forebay.replay.anonymize.anonymize import ReadOnlyLog
 from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog.contents import ContentsObserver
 from forebay.replay.catalog.follow import Follower
-from forebay.replay.catalog.mentions import MentionTable
+from forebay.replay.catalog.mentions import MentionTable, find_mentions
 from forebay.replay.catalog.observer import CatalogObserver
+from forebay.replay.catalog.seek import CatalogStates
 from forebay.replay.catalog.store import SIZE_MAX, Store
+from forebay.replay.explain.explain import explain
+from forebay.replay.explain.explanation import Explanation
 from forebay.runtime.system import SystemRuntime
 from forebay.transport.base import Log, LogError, Record, records_of
 from tests.logs import recordings
@@ -141,6 +144,19 @@ async def open_store(path: Path, log: Log, partition: int = 0) -> Store:
     schemas = (checkpoints.SCHEMA, MentionTable.schema, Noted.schema)
     _opened.append(await Store.open(path, log, partition, schemas))
     return _opened[-1]
+
+
+async def catalog_explanation(
+    log: Log,
+    partition: int,
+    store: Store,
+    request_id: str,
+    journal_offset: int | None = None,
+    custom: CustomPolicies = ONLY_BUILT_IN,
+) -> Explanation:
+    """Return the explanation that begins at a checkpoint, of the request with the newest decision at this offset."""
+    mentions = find_mentions(store, request_id, journal_offset)
+    return await explain(CatalogStates(store, log, partition, custom), request_id, mentions=mentions)
 
 
 async def index(

@@ -21,10 +21,11 @@ from forebay.events.decisions import JournalRecord, RequestRouted
 from forebay.events.progress import RequestFinished
 from forebay.events.topics import DECISIONS, REQUESTS, Topic
 from forebay.journal.records import decode_journal
+from forebay.replay.at import seek_record, seek_time
 from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog import store as store_module
 from forebay.replay.catalog.live import LivePublisher, read_live
-from forebay.replay.catalog.seek import catalog_position
+from forebay.replay.catalog.seek import CatalogStates
 from forebay.replay.catalog.store import CatalogError, CatalogInUse, Store, path_beside, path_of_brokers
 from forebay.replay.status import GroupStatus, read_status
 from forebay.transport.base import Draft, Log
@@ -274,7 +275,7 @@ async def test_a_catalog_has_one_writer_and_any_number_of_readers(tmp_path: Path
     with pytest.raises(CatalogInUse, match="another console writes this catalog"):
         await open_store(path, log)
     with closing(Store.read(path)) as reader:
-        position = await catalog_position(log, 0, reader, offset=follower.state.end_offset - 1)
+        position = await seek_record(CatalogStates(reader, log, 0), follower.state.end_offset - 1)
         assert position.start == offsets(follower.store)[-1]
     follower.store.close()
     (await open_store(path, log)).close()
@@ -295,7 +296,7 @@ async def test_a_catalog_above_its_maximum_size_loses_every_second_checkpoint(tm
     assert 1 <= len(offsets(small.store)) < len(offsets(whole.store)) / 2
     assert int(small.store.meta("spacing") or 1) > 1
     middle = await log.end(DECISIONS.name, 0) // 2
-    one, other = [await catalog_position(log, 0, found.store, offset=middle) for found in (small, whole)]
+    one, other = [await seek_record(CatalogStates(found.store, log, 0), middle) for found in (small, whole)]
     assert (await one.moment()).digest == (await other.moment()).digest
 
 
@@ -395,5 +396,5 @@ async def test_a_log_without_decisions_begins_at_its_later_events(tmp_path: Path
     assert publisher.state is not None
     at_us = publisher.state.begin_us
     assert at_us == publisher.state.end_us > 0
-    position = await catalog_position(log, 0, follower.store, time_us=at_us)
+    position = await seek_time(CatalogStates(follower.store, log, 0), at_us)
     assert [one.worker_id for one in (await position.moment()).workers] == ["a"]

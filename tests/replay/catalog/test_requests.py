@@ -18,6 +18,7 @@ from forebay.replay.catalog.request_steps import STATE_OF_PHASE
 from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.explain.find import UnknownRequest
+from forebay.replay.states import States
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS
 from tests.core.worlds import request as submitted
@@ -65,7 +66,7 @@ async def test_states_agree_with_explanations(path: Path) -> None:
         newest = {row.request_id: row for row in reversed(requests(connection, limit=500).requests)}
         for row in list(newest.values())[::EVERY]:
             try:
-                explained = await explain(log, partition, row.request_id, thorough=False, custom=CUSTOM)
+                explained = await explain(States(log, partition, CUSTOM), row.request_id, thorough=False)
             except UnknownRequest:
                 assert row.journal_offset is None, "the journal has no decision about it"
                 continue

@@ -17,7 +17,7 @@ from forebay.journal.start import Start, oldest
 from forebay.replay.at import NoSuchRecord, Position, last_time, seek_record, seek_time
 from forebay.replay.catalog import checkpoints
 from forebay.replay.catalog.follow import Follower
-from forebay.replay.catalog.seek import catalog_explanation, catalog_position
+from forebay.replay.catalog.seek import CatalogStates
 from forebay.replay.explain.explain import explain
 from forebay.replay.explain.explanation import Explanation
 from forebay.replay.explain.find import UnknownRequest
@@ -28,7 +28,7 @@ from tests.core.worlds import request
 from tests.depth import sampled
 from tests.logs.own_policy import CUSTOM
 from tests.replay import incident
-from tests.replay.catalog.scene import RECORDINGS, LogView, busy, index, offsets, timed
+from tests.replay.catalog.scene import RECORDINGS, LogView, busy, catalog_explanation, index, offsets, timed
 from tests.replay.recorder import Recorder, fleet, submission_of
 
 SEEDS = range(25)  # two moments each
@@ -41,7 +41,7 @@ class OldestState(States):
     """Begins every derivation at the beginning of the log."""
 
     async def before(self, offset: int) -> Start:
-        return await oldest(self._log, self._partition, CUSTOM)
+        return await oldest(self.log, self.partition, CUSTOM)
 
 
 async def compare(log: SqliteLog, partition: int, follower: Follower, count: int) -> None:
@@ -50,14 +50,14 @@ async def compare(log: SqliteLog, partition: int, follower: Follower, count: int
     last_us = await last_time(log, partition)
     from_begin = OldestState(log, partition)
     for offset in [state.end_offset - 1, *rng.choices(range(state.begin_offset, state.end_offset), k=count)]:
-        one = await catalog_position(log, partition, follower.store, offset=offset, custom=CUSTOM)
+        one = await seek_record(CatalogStates(follower.store, log, partition, CUSTOM), offset)
         if known := [at for at in offsets(follower.store) if at <= offset]:
             assert one.start == known[-1]
-        await require_equal(one, await seek_record(log, partition, offset, CUSTOM, from_begin))
+        await require_equal(one, await seek_record(from_begin, offset))
         time_us = rng.randint(state.begin_us, last_us)
-        one = await catalog_position(log, partition, follower.store, time_us=time_us, custom=CUSTOM)
-        await require_equal(one, await seek_time(log, partition, time_us, CUSTOM, from_begin))
-        plain = await (await seek_time(log, partition, time_us, CUSTOM)).moment()
+        one = await seek_time(CatalogStates(follower.store, log, partition, CUSTOM), time_us)
+        await require_equal(one, await seek_time(from_begin, time_us))
+        plain = await (await seek_time(States(log, partition, CUSTOM), time_us)).moment()
         found = await one.moment()
         assert (found.digest, found.now_us, found.later) == (plain.digest, plain.now_us, plain.later)
 
@@ -86,7 +86,7 @@ async def test_moments_and_explanations_of_golden_recordings_are_equal(recording
     submitted = {one.request_id async for _, one in events_of(log, REQUESTS, partition) if is_submission(one)}
     for request_id in sampled(sorted(submitted), EXPLAINED):
         try:
-            expected = await explain(log, partition, request_id, custom=CUSTOM)
+            expected = await explain(States(log, partition, CUSTOM), request_id)
         except UnknownRequest:
             continue
         found = await catalog_explanation(log, partition, follower.store, request_id, custom=CUSTOM)
@@ -106,7 +106,7 @@ async def test_moments_of_a_system_are_equal(incident_log: Path, tmp_path: Path)
     assert [(one.worker_id, one.requests is None) for one in lost] == [(incident.SLOW, False)]
     for offset in (-1, follower.state.end_offset):
         with pytest.raises(NoSuchRecord):
-            await catalog_position(log, 0, follower.store, offset=offset, custom=ONLY_BUILT_IN)
+            await seek_record(CatalogStates(follower.store, log, 0, ONLY_BUILT_IN), offset)
 
 
 @pytest.fixture
@@ -121,11 +121,11 @@ async def test_a_damaged_checkpoint_is_not_used(tmp_path: Path) -> None:
     follower = await index(log, tmp_path / "catalog")
     *_, previous, newest = offsets(follower.store)
     end = follower.state.end_offset
-    assert (await catalog_position(log, 0, follower.store, offset=end - 1)).start == newest
+    assert (await seek_record(CatalogStates(follower.store, log, 0), end - 1)).start == newest
     follower.store.connection.execute("UPDATE checkpoint_parts SET value = zeroblob(9) WHERE offset = ?", (newest,))
-    position = await catalog_position(log, 0, follower.store, offset=end - 1)
+    position = await seek_record(CatalogStates(follower.store, log, 0), end - 1)
     assert position.start == previous
-    await require_equal(position, await seek_record(log, 0, end - 1, CUSTOM, OldestState(log, 0)))
+    await require_equal(position, await seek_record(OldestState(log, 0), end - 1))
 
 
 def used_twice() -> Recorder:
@@ -148,7 +148,7 @@ async def test_an_id_that_was_used_twice_is_explained_per_use(tmp_path: Path) ->
     log = await made.log()
     follower = await index(log, tmp_path / "catalog")
     found = await catalog_explanation(log, 0, follower.store, "again~0.1f")  # the id of its response
-    assert comparable(found) == comparable(await explain(log, 0, "again"))
+    assert comparable(found) == comparable(await explain(States(log, 0), "again"))
     assert (found.earlier_uses, found.derived_from > 0) == (1, True)
     routed = [(at, one) for at, one in enumerate(made.journal) if isinstance(one, RequestRouted)]
     first_use = next(at for at, one in routed if one.request_id == "again")
@@ -162,7 +162,7 @@ async def test_an_id_that_was_used_twice_is_explained_per_use(tmp_path: Path) ->
 async def test_records_after_the_end_of_the_catalog_are_found(tmp_path: Path) -> None:
     made = used_twice()
     log = await made.log()
-    expected = comparable(await explain(log, 0, "again"))
+    expected = comparable(await explain(States(log, 0), "again"))
     for end in range(len(made.journal) - 8, len(made.journal)):
         follower = await index(LogView(log, end), tmp_path / f"catalog-{end}")
         assert follower.state.end_offset == end

@@ -21,6 +21,7 @@ from forebay.events.control import QueueConfig
 from forebay.events.decisions import JournalRecord, RequestRouted
 from forebay.replay.at import JournalDiverged, Position, last_time, seek_record, seek_time
 from forebay.replay.moment import LossFacts, Moment, PoolFacts, RankFacts, RequestFacts
+from forebay.replay.states import States
 from forebay.transport.base import Log
 from forebay.transport.sqlite.recording import utc
 
@@ -50,10 +51,11 @@ async def _read_moment(
     recording: Recording, time: str, offset: int | None, custom: CustomPolicies
 ) -> tuple[Position, Moment]:
     async with recording.opened(custom) as (log, partition):
+        states = States(log, partition, custom)
         if time:
-            position = await seek_time(log, partition, await log_time_us("--time", time, log, partition), custom)
+            position = await seek_time(states, await log_time_us("--time", time, log, partition))
         else:
-            position = await seek_record(log, partition, offset, custom)
+            position = await seek_record(states, offset)
         return position, await position.moment()
 
 

@@ -12,11 +12,12 @@ from forebay.core.step import AnyDecision
 from forebay.events.topics import DECISIONS
 from forebay.journal.reader import JournalReader
 from forebay.journal.records import journal
-from forebay.journal.start import Start, before, oldest
+from forebay.journal.start import Start, oldest
 from forebay.replay.at import NoSuchRecord, last_clock, offset_at
 from forebay.replay.diff.comparison import Comparison
 from forebay.replay.diff.counterfactual_world import Named, names_nothing
 from forebay.replay.diff.report import DiffReport, notes
+from forebay.replay.states import States
 from forebay.replay.verify.divergence import DivergenceReport, DivergenceTrail
 from forebay.replay.verify.verify import PROGRESS_EVERY, OnProgress
 from forebay.transport.base import Log, LogError
@@ -95,8 +96,9 @@ async def derive_up_to(
 
 
 async def _state_before(log: Log, partition: int, from_us: int, custom: CustomPolicies) -> Start:
+    states = States(log, partition, custom)
     try:
-        return await before(log, partition, await offset_at(log, partition, from_us - 1) + 1, custom)
+        return await states.before(await offset_at(states, from_us - 1) + 1)
     except NoSuchRecord:
         start = await oldest(log, partition, custom)
     if start.world.now_us > from_us:  # 0 at the beginning of the log

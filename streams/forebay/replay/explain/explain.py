@@ -6,7 +6,6 @@ the end of the journal are listed as not yet applied by an owner.
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 import msgspec
 
@@ -37,35 +36,28 @@ from forebay.transport.base import Log, LogError, NotDerivable, Record, records_
 BREATHE_EVERY = 64  # journal records between yields to the event loop, for time limits and signals
 
 
-class Known(NamedTuple):
-    states: States
-    mentions: Mentions
-
-
 async def explain(
-    log: Log,
-    partition: int,
+    states: States,
     request_id: str,
     *,
     thorough: bool = True,
     with_changes: bool = False,
     progress: OnProgress | None = None,
-    custom: CustomPolicies = ONLY_BUILT_IN,
-    known: Known | None = None,
+    mentions: Mentions | None = None,
 ) -> Explanation:
     """Explain the most recent request with this ID: the one on the log, of its response, or that its client chose.
 
     Args:
         thorough: whether to search the whole journal, for earlier and other requests with the same ID.
         with_changes: whether to find the changes that would have changed each selection.
-        known: what a catalog knows; None to search the journal, and to begin at a snapshot of the log.
+        mentions: records about the request that a catalog knows; None to search the journal.
 
     Raises:
         UnknownRequest: no record is about the request.
         NotDerivable: an owner with other decision rules decided about the request.
         LogError: the log is damaged.
     """
-    states, mentions = (None, None) if known is None else known
+    log, partition = states.log, states.partition
     request_id = log_id_of(request_id)
     try:
         found = await find(log, partition, request_id, thorough=thorough, progress=progress, mentions=mentions)
@@ -79,7 +71,7 @@ async def explain(
         first = next((offset for offset in mentions.submissions if offset <= first), first)
     end = await log.end(DECISIONS.name, partition)
     try:
-        start = await _start(log, partition, found, first, states or States(log, partition, custom))
+        start = await _start(states, found, first)
         timeline = Timeline(found.request_id, start.world)
         reader = JournalReader(log, partition, start, end, Past.ABANDONED_HISTORY)
         divergence = await _derive(reader, timeline, found.last, progress, with_changes=with_changes)
@@ -119,15 +111,8 @@ async def explain_among(
     for partition in partitions:
         try:
             await require_allowed(log, partition, custom)
-            one = await explain(
-                log,
-                partition,
-                request_id,
-                thorough=thorough,
-                with_changes=with_changes,
-                progress=progress,
-                custom=custom,
-            )
+            states = States(log, partition, custom)
+            one = await explain(states, request_id, thorough=thorough, with_changes=with_changes, progress=progress)
             found.append(one)
         except (UnknownRequest, LogError) as error:
             errors.append(error)
@@ -179,7 +164,7 @@ def _trail_of(reader: JournalReader, timeline: Timeline, *, with_changes: bool) 
     return trail
 
 
-async def _start(log: Log, partition: int, found: RequestUse, first: int, states: States) -> Start:
+async def _start(states: States, found: RequestUse, first: int) -> Start:
     """Return the newest state before the request, or the oldest one if the request was already active there.
 
     If an owner with other decision rules decided about the request first, the state is before the last decision. Raises
@@ -191,7 +176,7 @@ async def _start(log: Log, partition: int, found: RequestUse, first: int, states
         start = await states.before(found.last)
     while start.world.requests.get(found.request_id) is not None:
         try:
-            if (await oldest_state(log, partition)).offset >= start.offset:
+            if (await oldest_state(states.log, states.partition)).offset >= start.offset:
                 break
             start = await states.before(start.offset - 1)
         except OtherRules:
