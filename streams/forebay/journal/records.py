@@ -199,7 +199,10 @@ def decode_journal(record: Record) -> JournalRecord | None:
 
 async def record_at(log: Log, partition: int, offset: int) -> JournalRecord | None:
     """Return the journal record at an offset, or None if the log does not have it or it does not decode."""
-    return None if offset < 0 else await event_at(log, DECISIONS, partition, offset)
+    if offset < max(0, await log.begin(DECISIONS.name, partition)):
+        return None
+    decision: JournalRecord | None = await event_at(log, DECISIONS, partition, offset)
+    return decision
 
 
 class RecordStamp(msgspec.Struct):

@@ -1,8 +1,10 @@
-"""Readers of files that users write. They raise ConfigError, with the path, for a file that cannot be read."""
+"""Read files that users write, and replace files. Readers raise ConfigError, with the path, for an unreadable file."""
 
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from forebay.runtime.errors import ConfigError
 
@@ -27,3 +29,15 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(read_file(path).decode())
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or an integer with too many digits
         raise ConfigError(f"{path}: not TOML: {error}") from None
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that replaces the one at `path` at the end of the body, unless the body fails. Raises OSError."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

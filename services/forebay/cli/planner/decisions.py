@@ -291,30 +291,18 @@ def _signal(signal: LoadSignal) -> Iterator[Line]:
     if not signal.known:
         yield name, f"measured in {signal.intervals} observations, which are too few"
         return
-    yield (
-        name,
-        (
-            f"{_range(signal.estimates_ms)} now, {_range(signal.fewer_ms)} with one worker less, by a regression over"
-            f" {signal.intervals} observations"
-        ),
-    )
+    estimates = f"{_range(signal.estimates_ms)} now, {_range(signal.fewer_ms)} with one worker less"
+    yield name, f"{estimates}, by a regression over {signal.intervals} observations"
     yield "", f"{signal.base_ms:.4g} ms + {signal.slope_ms:.4g} ms per token of load"
-    yield (
-        "",
-        (
-            f"grows if all workers are above {signal.target_ms:.4g} ms: {_answer(signal.above)}; shrinks if all stay"
-            f" below {signal.shrink_below_ms:.4g} ms: {_answer(signal.below)}"
-        ),
-    )
+    grows = f"grows if all workers are above {signal.target_ms:.4g} ms: {_answer(signal.above)}"
+    yield "", f"{grows}; shrinks if all stay below {signal.shrink_below_ms:.4g} ms: {_answer(signal.below)}"
 
 
 def _limits(pool: PoolExplanation, settings: PlannerSettings, gpus: int | None) -> Iterator[Line]:
     assert pool.guarded is not None
     scaling = _scaling(pool, settings)
-    yield (
-        "limits",
-        (f"change of at most {settings.max_change}, {scaling.min_size} to {scaling.max_size} workers: {pool.limited}"),
-    )
+    sizes = f"{scaling.min_size} to {scaling.max_size} workers"
+    yield "limits", f"change of at most {settings.max_change}, {sizes}: {pool.limited}"
     if pool.guarded.to_size != pool.limited:
         kept = counted(pool.guarded.to_size, "worker")
         yield "guard", f"{pool.guarded.reason} keeps {kept}: {REASONS[pool.guarded.reason]}"

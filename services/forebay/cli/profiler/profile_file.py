@@ -11,7 +11,7 @@ import msgspec
 
 from forebay.events.scaling import DecodePoint, PrefillPoint
 from forebay.runtime.errors import ConfigError
-from forebay.runtime.files import read_file
+from forebay.runtime.files import read_file, replacing
 
 FILE_BYTES_MAX = 16 << 20
 
@@ -96,14 +96,11 @@ def open_profile(path: Path, settings: ProfileSettings) -> MeasuredProfile:
 
 def write_profile(path: Path, profile: MeasuredProfile) -> None:
     """Replace the file atomically. Raises ConfigError if it cannot be written."""
-    part = path.with_name(f"{path.name}.part")
     try:
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
-        part.replace(path)
+        with replacing(path) as file:
+            file.write(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _shown(settings: ProfileSettings, name: str) -> str:

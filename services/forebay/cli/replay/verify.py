@@ -7,14 +7,12 @@ from typing import Any
 
 import click
 import msgspec
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table as Grid
 
 from forebay.cli.common.errors import OTHER_RULES, explained, fail
 from forebay.cli.common.recording import Recording
-from forebay.cli.common.tables import bar, in_markup, print_result, results
+from forebay.cli.common.tables import bar, in_markup, plain_table, print_result, results, table
 from forebay.cli.common.terminal import counted, own_stdout
 from forebay.cli.common.unverified import DIVERGED, allowed_of, complaint, exit_code
 from forebay.cli.policies.allowed import allowed_policies
@@ -179,33 +177,29 @@ def _show_divergence(console: Console, divergence: DivergenceReport) -> None:
     _show_events(console, f"Events applied since the previous record{elsewhere}{more}", divergence.events)
 
 
-def _show_tables(console: Console, table: CostTables) -> None:
+def _show_tables(console: Console, found: CostTables) -> None:
     console.print(
-        f"\nCost table of {in_markup(table.request_id)} in {in_markup(table.pool)}, by {in_markup(table.mode)}"
+        f"\nCost table of {in_markup(found.request_id)} in {in_markup(found.pool)}, by {in_markup(found.mode)}"
     )
-    console.print(f"  derived    {len(table.rows)} candidates, digest {table.digest}")
-    if not table.comparable:
+    console.print(f"  derived    {len(found.rows)} candidates, digest {found.digest}")
+    if not found.comparable:
         console.print("  recorded   not comparable: the record is about another decision")
-    elif table.recorded_in_full:
-        console.print(f"  recorded   {table.recorded_candidates} candidates, digest {table.recorded_digest}")
+    elif found.recorded_in_full:
+        console.print(f"  recorded   {found.recorded_candidates} candidates, digest {found.recorded_digest}")
     else:
         console.print(
-            f"  recorded   {table.recorded_candidates} candidates, digest {table.recorded_digest}; the journal holds"
+            f"  recorded   {found.recorded_candidates} candidates, digest {found.recorded_digest}; the journal holds"
             " only the terms of the winner and the runner-up"
         )
-    terms = [name for name in TERMS if name not in RARE_TERMS or _is_used(table, name)]
-    grid = Grid(box=box.SIMPLE)
-    grid.add_column("candidate")
-    grid.add_column("derived place")
-    for name in terms:
-        grid.add_column(name.replace("_", " "), justify="right")
-    ordered = sorted(table.rows, key=lambda row: not (row.place or row.recorded is not None))
+    terms = [name for name in TERMS if name not in RARE_TERMS or _is_used(found, name)]
+    grid = table("", ("candidate", "derived place", *(name.replace("_", " ") for name in terms)), left=2)
+    ordered = sorted(found.rows, key=lambda row: not (row.place or row.recorded is not None))
     for row in ordered[:ROWS_SHOWN]:
         grid.add_row(in_markup(f"{row.worker_id}/{row.rank}"), _place(row), *(_cell(row, name) for name in terms))
     console.print(grid, soft_wrap=False)
     if len(ordered) > ROWS_SHOWN:
         console.print(f"{len(ordered) - ROWS_SHOWN} more candidates; --json shows all")
-    if any(row.differs or row.place != row.recorded_place for row in table.rows):
+    if any(row.differs or row.place != row.recorded_place for row in found.rows):
         console.print("values are derived; != marks a different recorded value")
 
 
@@ -241,19 +235,12 @@ def _show_events(console: Console, title: str, events: Sequence[EventSummary]) -
     if not events:
         console.print("  none")
         return
-    timed = any(event.now_us is not None for event in events)
-    grid = Grid(box=box.SIMPLE)
-    grid.add_column("topic")
-    grid.add_column("offset", justify="right")
-    grid.add_column("type")
-    if timed:
-        grid.add_column("clock, us", justify="right")
-    grid.add_column("event")
-    for event in events:
-        offset = "" if event.offset is None else str(event.offset)
-        clock = [str(event.now_us)] if timed else []
-        grid.add_row(event.topic, offset, in_markup(event.type), *clock, in_markup(event.text))
-    console.print(grid, soft_wrap=False)
+    rows = [
+        ["" if value is None else str(value) for value in (one.topic, one.offset, one.type, one.now_us, one.text)]
+        for one in events
+    ]
+    columns = ("topic", "offset", "type", "clock, us", "event")
+    console.print(plain_table(columns, rows, {"topic", "type", "event"}), soft_wrap=False)
 
 
 def _line(record: object) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from forebay.analysis.comparison import COUNTS, NAMES, TRANSFER, compared
-from forebay.cli.common.errors import explained
+from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording
 from forebay.cli.common.tables import in_markup, print_result, results, table
 from forebay.cli.common.terminal import own_stdout
@@ -56,10 +56,6 @@ def compare_with_recording(
         custom = allowed_policies(options.allow_policy)
         with own_stdout():
             history = observed_history(source, custom)
-        if (found := history.divergence) is not None:
-            complain(f"{source.name}: history diverges at journal offset {found.offset}: {found.reason}")
-            complain("run `forebay verify` for details")
-            raise click.exceptions.Exit(DIVERGED)
         given = {name: value for name in TRANSFER if (value := getattr(fleet, name)) is not None}
         simulate = partial(compared, history, settings, given, options.speedup, custom)
         (result,) = run_all([Work(len(history.requests), simulate)])
@@ -100,7 +96,7 @@ def bounds_of(text: str | None) -> dict[str, float]:
 
 
 def observed_history(source: Recording, custom: CustomPolicies) -> ObservedHistory:
-    """Read the recorded history up to the first decision that is derived differently from the journal."""
+    """Read the recorded history. If a decision is derived differently from the journal, the command ends."""
 
     async def read() -> ObservedHistory:
         async with source.opened(custom) as (log, partition):
@@ -109,7 +105,11 @@ def observed_history(source: Recording, custom: CustomPolicies) -> ObservedHisto
             return await observe_history(log, partition, on_progress, custom)
 
     with shown_progress() as on_progress:
-        return asyncio.run(read())
+        history = asyncio.run(read())
+    if (found := history.divergence) is not None:
+        where = f"{source.name}: history diverges at journal offset {found.offset}: {found.reason}"
+        fail(f"{where}; `forebay verify` shows the details", DIVERGED)
+    return history
 
 
 def _above(result: Mapping[str, Any], bounds: Mapping[str, float]) -> Iterable[str]:

@@ -36,9 +36,6 @@ def run_fit(options: FitCommand) -> None:
     with explained():
         custom = allowed_policies(options.allow_policy)
         history = observed_history(Recording(log=options.log, group=options.group), custom)
-        if history.divergence is not None:
-            where = f"history diverges at journal offset {history.divergence.offset}: {history.divergence.reason}"
-            raise ConfigError(f"{where}; run `forebay verify` for details")
         runs = engine_runs(history, options.pool)
         reasons = Counter(one.left_out for run in runs for one in run.requests if one.left_out)
         left_out = [f"left out: {count} requests, reason: {reason}" for reason, count in reasons.items()]

@@ -17,6 +17,7 @@ from forebay.cli.common.survey import print_survey
 from forebay.cli.common.tables import bar, in_markup, print_result, results, table
 from forebay.cli.simulate.command import WorkloadConvertCommand, WorkloadShowCommand
 from forebay.cli.simulate.options import workload_options
+from forebay.runtime.files import replacing
 from forebay.simulate.outcome import percentiles
 from forebay.simulate.reading import open_workload
 from forebay.simulate.workload import Turn, Workload, WorkloadOptions
@@ -49,15 +50,11 @@ def run_convert(options: WorkloadConvertCommand) -> None:
         survey = workload.survey()
         # The header has no name, so that tables show the current name of the file.
         header = WorkloadHeader(block_tokens=workload.block_tokens, source=_source(options.workload, shape))
-        part = options.out.with_name(f"{options.out.name}.part")
         try:
-            with part.open("wb") as file:
+            with replacing(options.out) as file:
                 file.writelines(encode_workload(_watched(workload, survey.requests, "written"), header))
-            part.replace(options.out)
         except OSError as error:
             fail(f"{options.out}: cannot be written ({error.strerror})")
-        finally:
-            part.unlink(missing_ok=True)
     print_survey(survey)
     click.echo(f"{options.out}: {survey.requests} requests", err=True)
 

@@ -246,38 +246,32 @@ async def _model(client: httpx.AsyncClient, urls: list[str]) -> str:
     return str(name)
 
 
+@dataclass
 class _Player:
     """Plays one workload: each request waits until it is due and at most `concurrency_max` requests are in flight."""
 
-    def __init__(
-        self,
-        client: httpx.AsyncClient,
-        model: str,
-        workload: Workload,
-        urls: list[str],
-        concurrency_max: int,
-        outcome: TraceOutcome,
-        ended: Callable[[], None],
-    ) -> None:
-        self._client = client
-        self._model = model
-        self._workload = workload
-        self._urls = urls
-        self._outcome = outcome
-        self._on_end = ended
-        self._room = asyncio.Semaphore(concurrency_max)
+    client: httpx.AsyncClient
+    model: str
+    workload: Workload
+    urls: list[str]
+    concurrency_max: int
+    outcome: TraceOutcome
+    on_end: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._room = asyncio.Semaphore(self.concurrency_max)
         self._run = uuid.uuid4().hex
         self._began_s = 0.0
         self._ended: list[asyncio.Future[float]] = []  # by number; seconds from the start
 
     async def run(self) -> None:
-        outcome, pace = self._outcome, self._outcome.pace
+        outcome, pace = self.outcome, self.outcome.pace
         cpu_s = await self._read_metrics()
         self._began_s = time.monotonic()
         watch = asyncio.create_task(pace.watch_client())
         try:
             async with asyncio.TaskGroup() as group:
-                for turn in self._workload.turns():
+                for turn in self.workload.turns():
                     self._ended.append(asyncio.get_running_loop().create_future())
                     body = None  # a dependent request waits in its own task, without blocking the others
                     if not turn.after:
@@ -289,7 +283,7 @@ class _Player:
             watch.cancel()
             pace.lasted_s = self._now_s()
         ended_cpu_s = await self._read_metrics()
-        outcome.silent = [url for url in self._urls if url not in ended_cpu_s]
+        outcome.silent = [url for url in self.urls if url not in ended_cpu_s]
         for url in cpu_s.keys() & ended_cpu_s.keys():
             before, after = cpu_s[url], ended_cpu_s[url]
             if before is not None and after is not None and after >= before:
@@ -302,7 +296,7 @@ class _Player:
         await asyncio.sleep(max(0.0, at_s - self._now_s()))
 
     async def _acquire(self) -> None:
-        self._outcome.pace.delayed += self._room.locked()
+        self.outcome.pace.delayed += self._room.locked()
         await self._room.acquire()
 
     async def _send_due(self, turn: Turn, body: bytes | None) -> None:
@@ -314,7 +308,7 @@ class _Player:
             await self._until(due_s)
             await self._acquire()
             body = self._body(turn)
-        outcome, pace = self._outcome, self._outcome.pace
+        outcome, pace = self.outcome, self.outcome.pace
         number, outcome.sent = outcome.sent, outcome.sent + 1
         sent_s = self._now_s()
         pace.late_ms.append(max(0.0, sent_s - due_s) * 1e3)
@@ -331,10 +325,10 @@ class _Player:
         else:
             outcome.failures.add(failure)
         self._ended[turn.number].set_result(self._now_s())
-        self._on_end()
+        self.on_end()
 
     def _body(self, turn: Turn) -> bytes:
-        fields = {"model": self._model, "prompt": prompt(turn, self._workload.block_tokens)}
+        fields = {"model": self.model, "prompt": prompt(turn, self.workload.block_tokens)}
         return streaming_body(turn.output_tokens, fields)
 
     async def _send(self, turn: Turn, body: bytes) -> tuple[Failure | None, float]:
@@ -342,26 +336,26 @@ class _Player:
 
         Latencies count from the first attempt.
         """
-        url = self._urls[turn.number % len(self._urls)]
+        url = self.urls[turn.number % len(self.urls)]
         headers = {"x-request-id": f"trace-{self._run}-{turn.number}"}
         response = StreamedResponse(turn.output_tokens)
-        failure = await response.follow(self._client, url, body, headers)
+        failure = await response.follow(self.client, url, body, headers)
         while response.retry_s is not None and time.perf_counter() < response.sent_s + RETRY_S:
             await asyncio.sleep(response.retry_s)
-            failure = await response.follow(self._client, url, body, headers)
-        self._outcome.add(response, is_complete=failure is None)
+            failure = await response.follow(self.client, url, body, headers)
+        self.outcome.add(response, is_complete=failure is None)
         return failure, response.ttft_ms
 
     async def _read_metrics(self) -> dict[str, float | None]:
         """Read the roles of workers. Return the CPU seconds of each server that responds, None if it exports none."""
         found: dict[str, float | None] = {}
-        for url in self._urls:
+        for url in self.urls:
             try:
-                text = (await self._client.get(f"{url}/metrics", timeout=METRICS_TIMEOUT_S)).text
+                text = (await self.client.get(f"{url}/metrics", timeout=METRICS_TIMEOUT_S)).text
                 roles, cpu_s = _parse_metrics(text)
             except (httpx.HTTPError, ValueError):  # ValueError: not metrics
                 continue
-            self._outcome.roles |= roles
+            self.outcome.roles |= roles
             found[url] = cpu_s
         return found
 

@@ -16,7 +16,7 @@ from forebay.core.state.transitions import DISPATCHED, REPORTED, TRANSITIONS
 from forebay.events.decisions import RequestAborted, RequestHeld, RequestRejected, RequestRouted
 from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished, RequestProgress
 from forebay.events.requests import RequestSubmitted
-from forebay.replay.catalog.facts import RequestState
+from forebay.replay.catalog.facts import RequestRow, RequestState
 
 STATES: tuple[RequestState, ...] = get_args(RequestState)
 STATE_OF_PHASE: dict[Phase, RequestState] = {
@@ -33,30 +33,8 @@ ENDED: frozenset[RequestState] = frozenset(("finished", "failed", "rejected", "a
 UNSUCCESSFUL: frozenset[RequestState] = frozenset(("failed", "rejected", "aborted"))
 REASON_CHARS_MAX = 200  # an engine's error may be a whole stack trace
 STEPS_MAX = 256  # a pool may allow any number of attempts; later steps replace the last one
-COLUMNS = (
-    "number",
-    "request_id",
-    "model",
-    "lora_name",
-    "pool",
-    "worker_id",
-    "rank",
-    "state",
-    "submitted_us",
-    "routed_us",
-    "first_token_us",
-    "ended_us",
-    "prompt_tokens",
-    "cached_tokens",
-    "output_tokens",
-    "attempt",
-    "reason",
-    "ttft_us",
-    "journal_offset",
-    "is_unsuccessful",
-    "is_partial",
-    "steps",
-)
+OWN_COLUMNS = ("is_unsuccessful", "is_partial", "steps")  # columns without a field in `RequestRow`
+COLUMNS = (*(name for name in RequestRow.__struct_fields__ if name != "itl_us"), *OWN_COLUMNS)
 
 Row = tuple[Any, ...]  # values of COLUMNS
 
@@ -82,7 +60,7 @@ _NUMBERS = {state: number for number, state in enumerate(STATES)}
 _PHASES = {stage: phase for stage, transition in DISPATCHED.items() if (phase := TRANSITIONS[transition].target)}
 _STATES_BY_STAGE = {stage: STATE_OF_PHASE[phase] for stage, phase in _PHASES.items()}
 _SOURCES = {kind: tuple(TRANSITIONS[transition].sources) for kind, transition in REPORTED.items()}
-_FIELDS_OF = attrgetter(*COLUMNS[:-3])
+_FIELDS_OF = attrgetter(*COLUMNS[: -len(OWN_COLUMNS)])
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[RequestStep])
 

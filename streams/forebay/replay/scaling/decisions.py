@@ -102,22 +102,13 @@ def entry_of(decision: RecordedDecision, open_changes: Mapping[PoolKey, OpenChan
         offset=decision.offset,
         at_us=decision.decided.at_us,
         planner_id=decision.claim.planner_id if decision.claim is not None else "",
-        pools=[choice_of(pool, reached.get((pool.group, pool.pool))) for pool in decision.decided.pools],
+        pools=[
+            PoolEntry(**msgspec.structs.asdict(pool), reached=reached.get((pool.group, pool.pool)))
+            for pool in decision.decided.pools
+        ],
         outcome=_outcome(decision, reached, open_changes),
         replies=[_reply(one) for one in decision.replies],
         verification=decision.verification,
-    )
-
-
-def choice_of(decided: PoolDecision, reached: int | None = None) -> PoolEntry:
-    return PoolEntry(
-        group=decided.group,
-        pool=decided.pool,
-        from_size=decided.from_size,
-        to_size=decided.to_size,
-        proposed=decided.proposed,
-        reason=decided.reason,
-        reached=reached,
     )
 
 

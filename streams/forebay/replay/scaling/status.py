@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 from forebay.core.scaling.rederive import RecordedDecision
 from forebay.core.scaling.state import SILENT_INTERVALS, SILENT_MORE_S, PlannerState, PoolKey, changed_pools, overdue
 from forebay.events.control import Role
@@ -16,7 +18,6 @@ from forebay.events.scaling import (
     Equations,
     Method,
     PlannerClaimed,
-    PoolDemand,
     PoolObserved,
     PoolScaling,
     ScalingObserved,
@@ -205,7 +206,7 @@ def _pool_status(
         manual_size=manual,
         manual_by=reader.sizes_set[key][1].operator if manual is not None else "",
         observed=observed_demand(state.history[-1], seen) if seen is not None else None,
-        forecast=expected_demand(demand) if (demand := _demand(state, key)) is not None else None,
+        forecast=_demand(state, key),
         decision=decision,
         change=change,
         **_seen_fields(seen, "ready", "draining", "queued", "ttft_ms", "itl_ms"),
@@ -222,17 +223,12 @@ def observed_demand(observed: ScalingObserved, pool: PoolObserved) -> ObservedDe
     )
 
 
-def expected_demand(demand: PoolDemand) -> ObservedDemand:
-    return ObservedDemand(
-        requests_per_s=demand.requests_per_s, isl=demand.isl, osl=demand.osl, kv_hit_rate=demand.kv_hit_rate
-    )
-
-
-def _demand(state: PlannerState, key: PoolKey) -> PoolDemand | None:
+def _demand(state: PlannerState, key: PoolKey) -> ObservedDemand | None:
     forecast: DemandForecast | None = state.forecast[1] if state.forecast is not None else None
     if forecast is None or forecast.observed != state.observed:
         return None
-    return next((one for one in forecast.pools if (one.group, one.pool) == key), None)
+    found = next((one for one in forecast.pools if (one.group, one.pool) == key), None)
+    return None if found is None else msgspec.convert(found, ObservedDemand, from_attributes=True)
 
 
 def _open_actions(state: PlannerState) -> list[OpenAction]:
@@ -314,7 +310,7 @@ def _points(decision: RecordedDecision, state: PlannerState) -> list[tuple[str, 
             at_us=decision.decided.at_us,
             size=pool.to_size,
             requests_per_s=None if now is None or observed is None else observed_demand(observed, now).requests_per_s,
-            forecast_per_s=None if expected is None else expected_demand(expected).requests_per_s,
+            forecast_per_s=None if expected is None else expected.requests_per_s,
             **_seen_fields(now, "ready", "queued", "ttft_ms", "itl_ms"),
         )
         found.append((pool_text(key), point))

@@ -22,6 +22,7 @@ from forebay.cli.common.terminal import printable
 from forebay.cli.simulate.options import to_json
 from forebay.cli.simulate.report.charts import attainment, loads, over_time
 from forebay.cli.simulate.report.measures import Measured, limits, measured
+from forebay.runtime.files import replacing
 from forebay.simulate.pareto import metric_at
 from forebay.simulate.slo import Slo
 
@@ -204,17 +205,14 @@ def write_report(
     survey_notes: Sequence[str] = (),
 ) -> None:
     """Write the report atomically, with the arguments of `page`. A file that cannot be written ends the command."""
-    part = path.with_name(f"{path.name}.part")
     with bar(SpinnerColumn(), TextColumn("{task.description}")) as progress:
         progress.add_task("writing the report")
         try:
             content = page(runs, workload=workload, slo=slo, digest=digest, survey_notes=survey_notes)
-            part.write_text(content, encoding="utf-8")
-            part.replace(path)
+            with replacing(path) as file:
+                file.write(content.encode())
         except OSError as error:
             fail(f"--report {path}: {error.strerror}", BROKEN)
-        finally:
-            part.unlink(missing_ok=True)
 
 
 def page(
