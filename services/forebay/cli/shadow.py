@@ -85,7 +85,6 @@ async def _run(shadow: Shadow, chosen: Alternative) -> None:
 
 
 async def _print_summaries(shadow: Shadow) -> None:
-    """Print a summary line on stderr at regular intervals."""
     printed = 0
     while True:
         await asyncio.sleep(SUMMARY_S)

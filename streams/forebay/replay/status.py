@@ -48,8 +48,6 @@ class OwnerStatus(Fact, frozen=True, kw_only=True):
 
 
 class PoolStatus(Fact, frozen=True, kw_only=True):
-    """A pool of workers."""
-
     pool: str
     model: str
     role: str
@@ -62,8 +60,6 @@ class PoolStatus(Fact, frozen=True, kw_only=True):
 
 
 class RankStatus(Fact, frozen=True, kw_only=True):
-    """Load and cache of one rank of a worker."""
-
     rank: int
     active_requests: int
     prefill_tokens: int
@@ -87,8 +83,6 @@ class WorkerStatus(Fact, frozen=True, kw_only=True):
 
 
 class RequestsStatus(Fact, frozen=True, kw_only=True):
-    """Counts of requests."""
-
     in_flight: int
     queued: int
     by_phase: dict[str, int]
@@ -171,7 +165,6 @@ def with_heartbeats(status: GroupStatus, heartbeats: OwnerPresence) -> GroupStat
 async def build_status(
     log: Log, partition: int, group: str, world: World, source: Literal["owner", "log"]
 ) -> GroupStatus:
-    """Return the status of a group in this world."""
     epoch = world.owner_epoch
     claim = await claim_at(log, partition, epoch)
     seen_us = claim.previous_seen_us if claim else 0

@@ -155,7 +155,6 @@ class EventQueue(list[ScheduledEvent]):
         self._put = 0
 
     def put(self, at_us: int, action: Callable[[], object]) -> None:
-        """Schedule an action at `at_us`."""
         self._put += 1
         heappush(self, (at_us, self._put, action))
 

@@ -146,8 +146,6 @@ class UtilizationTimeline:
 
 @dataclass(frozen=True, slots=True)
 class PlannedInterval:
-    """One interval of a simulated planner."""
-
     at_us: int  # end of the interval in virtual microseconds
     observed: tuple[PoolObserved, ...]
     # Decisions at the end of the interval. If there are several, each continues the previous one.

@@ -15,8 +15,6 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class ModelRouting(PoolRouting, frozen=True, kw_only=True):
-    """Rules for the pools of one model."""
-
     name: Name
 
     @property

@@ -135,8 +135,6 @@ class WorkerFault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
-    """Scheduled start of additional workers."""
-
     at_s: Seconds
     pool: str = "default"
     group: Annotated[int, msgspec.Meta(ge=0)] = 0  # index of the worker group in the pool, from 0

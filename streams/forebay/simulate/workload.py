@@ -16,8 +16,6 @@ from forebay.events.base import U64_BYTES, pack_u64
 
 
 class Turn(msgspec.Struct, frozen=True, gc=False):
-    """One request of a workload."""
-
     number: int  # unique number of the request. Numbers count from 0 in the order of the workload.
     prompt_tokens: int  # length of the prompt, at least 1
     output_tokens: int  # length of the response, at least 1

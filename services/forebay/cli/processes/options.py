@@ -51,8 +51,6 @@ DrainOption = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class SnapshotOptions:
-    """Options that set when an owner takes a snapshot."""
-
     PANEL: ClassVar = "Snapshots"
 
     snapshot_every: Annotated[int, Option(min=1, help="Take a snapshot after this many journal records.")] = 5_000

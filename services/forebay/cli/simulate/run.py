@@ -154,7 +154,6 @@ def _read_planner(path: Path, settings: Settings) -> PlannerFile:
 
 
 def _planning_of(planner: PlannerFile) -> Planning:
-    """Return the planner of a simulation with its predictor."""
     settings, engines = planner.settings, planner.engines
 
     def simulate(forecast: DemandForecast, target: float) -> Iterator[SimulatedSize]:

@@ -27,8 +27,6 @@ _process: dict[str, Any] = {}  # arguments of a worker process; an executor's in
 
 @dataclass(frozen=True, slots=True)
 class Work(Generic[T]):
-    """Task for a worker process."""
-
     total: int  # amount of work, in units of `do`
     # Picklable function that does the work. It calls its argument with the amount of work done so far.
     do: Callable[[OnDone], T]

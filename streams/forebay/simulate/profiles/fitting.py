@@ -74,8 +74,6 @@ class Estimate(NamedTuple):
 
 @dataclass(slots=True)
 class TimingFit:
-    """Result of a fit."""
-
     timing: LinearTiming
     work_us: int  # fitted time outside the engine, in microseconds per request
     estimates: list[Estimate]

@@ -34,8 +34,6 @@ class EngineSizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """Step times and sizes of an engine."""
-
     timing: EngineTiming
     sizes: EngineSizes = EngineSizes()
     name: str = MOCKER
@@ -62,8 +60,6 @@ class _Linear(_File, frozen=True, kw_only=True, tag="linear"):
 
 
 class _Roofline(_File, frozen=True, kw_only=True, tag="roofline"):
-    """Profile of kind `roofline`."""
-
     model: str  # path of a config.json, relative to the profile's directory
     gpu: str | Gpu  # name of a built-in data sheet of a GPU, or a table with the fields of `Gpu`
     tensor_parallel: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1  # GPUs per engine

@@ -76,8 +76,6 @@ class StoreTier(TierModel, frozen=True, kw_only=True):
 
 
 class WorkerTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tiers of each rank."""
-
     host: HostTier | None = None  # host memory; None for none
     disk: DiskTier | None = None  # local disk; None for none
 

@@ -62,8 +62,6 @@ def columns_of(text: str) -> dict[str, str]:
 
 
 class TableFile:
-    """Workload source that reads a table."""
-
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
         """Open the file. `columns` has the name of the column of each field (`FIELDS`)."""
         self._path = require_readable(path)

@@ -132,7 +132,6 @@ def metric_rows(runs: Sequence[Measured]) -> list[list[str]]:
 
 
 def notes(runs: Sequence[Measured]) -> list[str]:
-    """Return sentences that explain the metrics of the report."""
     pools = [pool for one in runs for pool in one.run.settings.pools]
     found = list(NOTES)
     if any(pool.role == "prefill" for pool in pools):
