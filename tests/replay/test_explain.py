@@ -21,7 +21,7 @@ from forebay.events.fleet import (
     WorkerLost,
     WorkerSuspect,
 )
-from forebay.events.progress import FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
+from forebay.events.progress import AttemptMoved, FirstTokenEmitted, OutputGrown, RequestFailed, RequestFinished
 from forebay.events.requests import RequestCancelled, RequestResumed, RouterOverride, RoutingHints
 from forebay.events.topics import DECISIONS, KV_EVENTS
 from forebay.journal.groups import groups_of
@@ -139,6 +139,21 @@ async def test_a_lost_worker_and_the_next_attempt() -> None:
     assert lost not in [one.seen.worker_id for one in found.routings[1].candidates]
     ending = ending_of(found)
     assert (ending.state, ending.text, ending.attempt) == ("failed", "out of memory", 2)
+
+
+async def test_a_gateway_that_used_another_server_is_shown_with_the_next_attempt() -> None:
+    made = fleet("a", "b")
+    for slot, name in enumerate("xy"):
+        made("fleet", joined(name, 2 + slot, endpoint=f"{name}:1"))
+    made.stored("x", SHORT)
+    made.ask("r", SHORT, delivery="external")
+    made.progress("r", AttemptMoved, endpoint="y:1")
+    made.progress("r", RequestFinished, finish_reason="stop", output_tokens=9)
+    made.seal()
+    found = await made.explain("r")
+    assert words(found) == ["submitted", "routed", "attempt_moved", "routed", "finished"]
+    assert found.timeline[2].text == "x, attempt 1, not used: the gateway sent the request to y:1"
+    assert [len(one.candidates) for one in found.routings] == [2, 1]
 
 
 async def test_time_to_first_token_ends_with_the_first_attempt_that_produced_a_token() -> None:
