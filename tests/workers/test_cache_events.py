@@ -113,7 +113,7 @@ def test_a_circle_of_parents_loses_no_block() -> None:
 def test_every_record_fits_and_continues_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_events, "EVENT_HASHES_MAX", 3)
     events = CacheEvents(spec(), EPOCH, 0)
-    stored = generated(events.announcement(0, range(1, 9)))
+    stored = generated(events.changes(0, [Stored(None, tuple(range(1, 9)))]))
     assert [event.parent_hash for event in stored if isinstance(event, BlocksStored)] == [None, 3, 6]
     anew = generated(events.reannouncement(0, 0))
     assert [event.seq for event in anew] == [4, 5, 6, 7]
@@ -128,7 +128,7 @@ def test_every_record_fits_and_continues_the_previous_one(monkeypatch: pytest.Mo
 
 def test_no_events_without_kv_events() -> None:
     events = CacheEvents(spec(kv_events=False), EPOCH, 0)
-    assert events.announcement(0, [1]) + events.changes(0, [Stored(None, (1,))]) + events.reannouncement(0, 0) == []
+    assert events.changes(0, [Stored(None, (1,))]) + events.reannouncement(0, 0) == []
 
 
 IDLE = EngineLoad(0, 0, 0, 64)

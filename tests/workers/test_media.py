@@ -272,7 +272,7 @@ async def test_text_engine_refuses_images() -> None:
     failed: list[Any] = []
     feed = media_feed.MediaFeed(Blind(), "w", lambda item, error: failed.append(error))  # type: ignore[arg-type]
     feed.submit(answer_item("r", media(png()), epoch=1))
-    assert (failed[0].status, failed[0].message) == (501, "the engine Blind does not support images or videos")
+    assert (failed[0].error.status, str(failed[0])) == (501, "the engine Blind does not support images or videos")
 
 
 @pytest.mark.parametrize("places", [[(7, 4)], [(1, 4), (4, 2)], [(5, 2), (1, 2)]])

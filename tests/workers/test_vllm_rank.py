@@ -177,7 +177,7 @@ class Scheduler(RuleBasedStateMachine):
         self.pool, self.memory, self.tiers = Pool(), Memory(), Tiers()
         inline: Any = SimpleNamespace(submit=lambda function, *given: function(*given), shutdown=lambda: None)
         self.rank = VllmRank(cast("Any", self.tiers), cast("Any", self.memory), IDENTITY, threading.Event(), inline)
-        self.rank.bind(cast("Any", self.pool))
+        self.rank.pool = self.pool
         self.requests: dict[str, Request] = {}
         self.aborted: dict[str, Request] = {}  # whose load must end before their blocks are free
         self.number = 0

@@ -61,7 +61,12 @@ class AttemptFailed(Exception):
 
 def one_line(error: BaseException) -> str:
     """Return the message of an exception as one line of at most `TEXT_CHARS_MAX` characters."""
-    return " ".join(str(error).split())[:TEXT_CHARS_MAX] or type(error).__name__
+    return clipped(str(error)) or type(error).__name__
+
+
+def clipped(text: str) -> str:
+    """Return a text as one line of at most `TEXT_CHARS_MAX` characters."""
+    return " ".join(text.split())[:TEXT_CHARS_MAX]
 
 
 class Cleared(msgspec.Struct, frozen=True, gc=False):
@@ -230,6 +235,6 @@ class StoreEngine(Protocol):
     def stored(self) -> Sequence[int]:
         """Return the sequence hashes of all blocks that the shared store has, as far as the engine knows.
 
-        The worker announces these blocks when a new worker epoch begins, and when an owner becomes able to read the
-        announcement. Later changes are in `EngineBatch.store_changes`.
+        The worker announces these blocks when a new worker epoch begins. Later changes are in
+        `EngineBatch.store_changes`.
         """

@@ -151,7 +151,9 @@ class EncodeEngine:
     async def run(self, publish: Publish) -> None:
         while True:
             self._wake.clear()
-            self._report_rejections(publish)
+            for rank, failed in self._refused:
+                publish(EngineBatch(rank=rank, load=self._load(), failed=[failed]))
+            self._refused.clear()
             if not self._waiting:
                 await self._wake.wait()
                 continue
@@ -206,11 +208,6 @@ class EncodeEngine:
 
     def _refuse(self, item: WorkItem, status: int, code: str, message: str) -> None:
         self._refused.append((item.rank, _failed(item, AttemptFailed(status, code, message))))
-
-    def _report_rejections(self, publish: Publish) -> None:
-        refused, self._refused = self._refused, []
-        for rank, failed in refused:
-            publish(EngineBatch(rank=rank, load=self._load(), failed=[failed]))
 
     async def _encode(self, item: WorkItem) -> EngineBatch:
         """Encode a request and return the batch. The caller discards it if a reset happened meanwhile."""

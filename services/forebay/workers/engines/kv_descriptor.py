@@ -58,10 +58,13 @@ class Unfetchable(AttemptFailed):
         super().__init__(500, "engine_error", message)
 
 
-def fetchable(prefilled: Prefilled | None, connector: str, model: str, prompt_tokens: int) -> Prefilled:
-    """Return the KV descriptor of a request, if it covers all prompt tokens and this worker can fetch the KV.
+def decoded(
+    prefilled: Prefilled | None, connector: str, model: str, prompt_tokens: int, decode: Callable[[bytes], Decoded]
+) -> Decoded:
+    """Return the content of the KV descriptor of a request, if this worker can fetch the KV.
 
-    Raises Unfetchable if there is no descriptor, or it is for another connector, model or prompt length.
+    Raises Unfetchable if there is no descriptor, it is for another connector, model or prompt length, or it cannot be
+    decoded.
     """
     if prefilled is None:
         raise Unfetchable("the request has no KV descriptor")
@@ -71,19 +74,8 @@ def fetchable(prefilled: Prefilled | None, connector: str, model: str, prompt_to
         raise Unfetchable(f"its KV is of model {prefilled.model}, this worker runs {model}")
     if prefilled.tokens != prompt_tokens:
         raise Unfetchable(f"its KV covers {prefilled.tokens} tokens, the prompt has {prompt_tokens}")
-    return prefilled
-
-
-def decoded(
-    prefilled: Prefilled | None, connector: str, model: str, prompt_tokens: int, decode: Callable[[bytes], Decoded]
-) -> Decoded:
-    """Return the content of the KV descriptor of a request, if this worker can fetch the KV.
-
-    Raises Unfetchable as `fetchable` does, or if the descriptor cannot be decoded.
-    """
-    packed = fetchable(prefilled, connector, model, prompt_tokens).descriptor
     try:
-        return decode(packed)
+        return decode(prefilled.descriptor)
     except MALFORMED as error:
         raise Unfetchable(f"cannot decode the KV descriptor: {error}") from error
 

@@ -1,9 +1,8 @@
 """Registry of an engine's LoRA adapters. vLLM and TensorRT-LLM require a number per adapter that is never reused."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 
 import msgspec
 
@@ -32,13 +31,9 @@ class Loras:
     def __init__(self, *, keeps_numbers: bool = False, checks_directories: bool = True) -> None:
         self._keeps_numbers = keeps_numbers
         self._checks_directories = checks_directories
-        self._loaded: dict[str, LoraAdapter] = {}
+        self.loaded: dict[str, LoraAdapter] = {}
         self._past: dict[str, LoraAdapter] = {}  # all adapters ever loaded: their blocks may still be cached
         self._numbers = 0
-
-    @property
-    def loaded(self) -> Mapping[str, LoraAdapter]:
-        return MappingProxyType(self._loaded)
 
     def offered(self, name: str, directory: str) -> LoraAdapter | None:
         """Return the adapter that the engine must load for a command; None if it is already loaded.
@@ -47,7 +42,7 @@ class Loras:
         """
         if not name or not directory:
             raise EngineRefused("lora_name and lora_path are both required to load an adapter")
-        if (known := self._loaded.get(name)) is not None:
+        if (known := self.loaded.get(name)) is not None:
             if known.directory == directory:
                 return None
             raise EngineRefused(
@@ -71,7 +66,7 @@ class Loras:
         return name in self._past and not self._keeps_numbers
 
     def add(self, adapter: LoraAdapter) -> None:
-        self._loaded[adapter.name] = adapter
+        self.loaded[adapter.name] = adapter
         self._past[adapter.name] = adapter
 
     @contextmanager
@@ -81,11 +76,11 @@ class Loras:
         If the engine raises EngineRefused in the context, the adapter is registered again. Raises EngineRefused if the
         adapter is not loaded.
         """
-        if (adapter := self._loaded.pop(name, None)) is None:
-            known = ", ".join(self._loaded) or "none"
+        if (adapter := self.loaded.pop(name, None)) is None:
+            known = ", ".join(self.loaded) or "none"
             raise EngineRefused(f"the adapter {name!r} is not loaded; loaded: {known}")
         try:
             yield adapter
         except EngineRefused:
-            self._loaded[name] = adapter
+            self.loaded[name] = adapter
             raise

@@ -45,15 +45,13 @@ from forebay.workers.engines.loras import LoraAdapter, Loras
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.kv_events.resident import ResidentBlocks
 from forebay.workers.kv_events.zmq_feed import KvEventMetrics, KvFeed
+from forebay.workers.kv_tiers.identity import WEIGHT_FILES
 from forebay.workers.runtime.rank_buffer import RankBuffer
 
 logger = logging.getLogger(__name__)
 
 SAFETENSORS = "*.safetensors"
-WEIGHTS = (SAFETENSORS, "*.bin", "*.pt", "*.pth", "*.gguf")
 DROPS_WEIGHTS = 2  # sleep level that frees the weights, too
-
-
 CANARY_TOKENS = 16  # prompt length of a health request
 CANARY_EVERY_S = 60.0  # interval between health requests while the engine is idle
 CANARY_TIMEOUT_S = 30.0
@@ -143,7 +141,7 @@ class ModelEngine(ABC):
         self._dead = asyncio.Event()
         self._fault: BaseException | None = None  # unexpected error of forebay; None if the engine died
         self._commands = asyncio.Lock()
-        self._resting: set[str] = set()  # "asleep" or "paused"; requests then make no progress
+        self._resting: set[str] = set()  # "sleep" or "pause"; requests then make no progress
         self._last_response_s = 0.0
         self._canary: asyncio.Task[None] | None = None
         self._canary_due_s = 0.0
@@ -534,8 +532,10 @@ class ModelEngine(ABC):
                     await self._clear()
                 case "sleep":
                     await self._sleep(command.level)
+                    self._resting.add("sleep")
                 case "wake_up":
                     await self._wake_up()
+                    self._resting.discard("sleep")
                 case "pause":
                     await self._pause()
                     self._resting.add("pause")
@@ -660,8 +660,8 @@ def check_model(settings: EngineSettings) -> None:
         raise EngineError(f"{directory} is not a model directory: it has no config.json")
     if settings.arguments.get("load_format", "auto") != "auto":
         return
-    if not any(True for pattern in WEIGHTS for _ in directory.glob(pattern)):
-        raise EngineError(f"the model directory {directory} has no weights: expected {', '.join(WEIGHTS)}")
+    if not any(True for pattern in WEIGHT_FILES for _ in directory.glob(pattern)):
+        raise EngineError(f"the model directory {directory} has no weights: expected {', '.join(WEIGHT_FILES)}")
     if importlib.util.find_spec("safetensors") is None:  # a dependency of every engine
         return
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - comes with the engines

@@ -24,7 +24,7 @@ from forebay.events.base import U32_BYTES, unpack_u32, unpack_u64
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.work import WorkItem
-from forebay.workers.engine import AttemptFailed, EngineError, EngineRefused, Publish
+from forebay.workers.engine import AttemptFailed, EngineError, EngineRefused, Publish, clipped
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.runtime.rank_buffer import RankBuffer
 from forebay.workers.service import Cache, Refused, Request, Service
@@ -37,7 +37,6 @@ MAX_NUM_BATCHED_TOKENS = 8_192
 WAITING_MAX = 65_536  # beyond the queue limit of any router; reached only if nothing limits the callers
 SLICE_S = 0.001  # a generator without awaits must not block the other requests
 TOKEN_END = 1 << 32
-MESSAGE_CHARS_MAX = 500  # length of an exception's message that a client receives
 
 Outcome = Literal["ok", "failed", "refused", "cancelled"]
 
@@ -371,7 +370,7 @@ class ServiceEngine:
 
 
 def _describe(error: Exception) -> str:
-    text = " ".join(str(error).split())[:MESSAGE_CHARS_MAX]
+    text = clipped(str(error))
     if isinstance(error, Refused | EngineRefused):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -6,7 +6,9 @@ different workers or ranks are never compared.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from functools import reduce
+from operator import or_
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -28,7 +30,6 @@ MEDIA: Mapping[str, Tier] = {
     "STORAGE": "disk",
 }
 SHARED_MEDIA = frozenset({"EXTERNAL", "NETWORK", "REMOTE", "SHARED"})  # storage shared by workers
-
 
 OWNER = "forebay"  # `ownership` in events of forebay's own connector
 SHARED, SHARED_STALE = "SHARED", "SHARED_STALE"  # media of its shared store; stale blocks were not found there
@@ -166,9 +167,9 @@ class BatchDecoder(Generic[T]):
 
     def __init__(self, kinds: Sequence[type[T]]) -> None:
         self._types = {str(kind.__struct_config__.tag) for kind in kinds}
-        self._maps: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(_union(kinds))
+        self._maps: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(reduce(or_, kinds))
         rows = [msgspec.defstruct(f"{kind.__name__}Row", [], bases=(kind,), array_like=True) for kind in kinds]
-        self._arrays: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(_union(rows))
+        self._arrays: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(reduce(or_, rows))
 
     def decode(self, payload: bytes) -> tuple[list[T], Counter[str]]:
         """Return the events of known types, and the number of other events under the key `unknown_event`.
@@ -204,14 +205,13 @@ class BatchDecoder(Generic[T]):
             return True
 
 
-class _Batch(msgspec.Struct, array_like=True):
-    ts: float
-    events: list[msgspec.Raw]
-
-
 class _BatchMap(msgspec.Struct):
     ts: float
     events: list[msgspec.Raw]
+
+
+class _Batch(_BatchMap, array_like=True):
+    pass
 
 
 class _Tagged(msgspec.Struct):
@@ -223,10 +223,3 @@ _MAP = msgspec.msgpack.Decoder(_BatchMap)
 _TAGGED = msgspec.msgpack.Decoder(_Tagged)
 _ROW = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _TEXT = msgspec.msgpack.Decoder(str)
-
-
-def _union(kinds: Sequence[Any]) -> Any:
-    union = kinds[0]
-    for kind in kinds[1:]:
-        union |= kind
-    return union

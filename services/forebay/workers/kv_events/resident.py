@@ -232,13 +232,8 @@ class KvTracker:
 
     def __init__(self, resident: ResidentBlocks) -> None:
         self.resident = resident
-        self._lost = False  # until the engine reports an empty cache
+        self.lost = False  # whether events were lost and the engine has not reported an empty cache since then
         self._contradictions = 0
-
-    @property
-    def lost(self) -> bool:
-        """Whether events were lost and the engine has not reported an empty cache since then."""
-        return self._lost
 
     def batch(self, batch: Batch) -> TrackerResult:
         """Apply the next batch, in the order of the batch numbers."""
@@ -252,8 +247,8 @@ class KvTracker:
                     # In lower tiers a block may outlive its parent. On the device it cannot be computed without one.
                     orphaned |= event.tier == "device" and self.resident.counts["orphans"] > orphans
                 case ClearedBlocks():
-                    self._lost = orphaned = False
-        if orphaned and not self._lost:
+                    self.lost = orphaned = False
+        if orphaned and not self.lost:
             return self._contradicted("blocks were stored after an unknown block", changes)
         return TrackerResult(tuple(changes))
 
@@ -262,13 +257,13 @@ class KvTracker:
 
     def missed(self, reason: str) -> TrackerResult:
         self.resident.clear()
-        already, self._lost = self._lost, True
+        already, self.lost = self.lost, True
         return TrackerResult((Cleared(),), "" if already else reason)
 
     def restarted(self) -> TrackerResult:
         """Handle a restart of the engine, whose cache is empty then."""
         self.resident.clear()
-        self._lost = False
+        self.lost = False
         return TrackerResult((Cleared(),))
 
     def _contradicted(self, reason: str, changes: list[Change]) -> TrackerResult:

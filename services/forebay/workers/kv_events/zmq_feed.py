@@ -117,7 +117,7 @@ class Sequence:
         if self._known_awaited:
             self._known_awaited = False
             if seq < self.next_seq:
-                return [] if seq == self.next_seq - 1 and _digest(payload) == self._known else self._restart()
+                return [] if seq == self.next_seq - 1 and xxh3_64_intdigest(payload) == self._known else self._restart()
             # The replay may also come from a new publisher.
             steps.append(self._lose(seq, "the replay does not begin with the last known batch"))
         if seq < self.next_seq:
@@ -174,7 +174,7 @@ class Sequence:
 
     def _deliver(self, seq: int, payload: bytes) -> Deliver:
         self.next_seq = seq + 1
-        self._known = _digest(payload)
+        self._known = xxh3_64_intdigest(payload)
         return Deliver(seq, payload)
 
     def _lose(self, seq: int, why: str) -> Lost:
@@ -197,10 +197,6 @@ class Sequence:
         self._failures = 0
         self._held.clear()
         return [Restarted(), self._request_replay()] if self._replays else [Restarted()]
-
-
-def _digest(payload: bytes) -> int:
-    return xxh3_64_intdigest(payload)
 
 
 logger = logging.getLogger(__name__)

@@ -211,9 +211,7 @@ class DirectoryStore(BlockStore):
             problem, checksum = self._format.read_head(os.pread(fd, HEAD_BYTES, 0), name)
             if problem:
                 return problem
-            if name.key not in (touched := self._recently_touched()):
-                _touch(fd)
-                touched.add(name.key)
+            self._touch(name, fd)
             _transfer(os.preadv, fd, into)
         except OSError as error:
             return self._failure("read", error)
@@ -258,10 +256,14 @@ class DirectoryStore(BlockStore):
                 return False
         except OSError:
             return False
-        if name.key not in (touched := self._recently_touched()):
-            _touch(path)
-            touched.add(name.key)
+        self._touch(name, path)
         return True
+
+    def _touch(self, name: BlockName, file: int | str) -> None:
+        if name.key not in (touched := self._recently_touched()):
+            with contextlib.suppress(OSError):  # a reader may not be allowed to
+                os.utime(file)
+            touched.add(name.key)
 
     def _recently_touched(self) -> set[bytes]:
         now_s = runtime.monotonic_s()
@@ -380,11 +382,6 @@ def _reason(error: OSError) -> str:
             return "full"
         case _:
             return "failed"
-
-
-def _touch(file: int | str) -> None:
-    with contextlib.suppress(OSError):  # a reader may not be allowed to
-        os.utime(file)
 
 
 def _create(path: str) -> int:

@@ -48,10 +48,6 @@ UNPIN_S = 1.0  # between two searches for pins that have ended
 TICK_S = 600.0  # as in KVBM, a block must be offered twice within ten minutes to pass the filter
 
 
-def _nothing() -> None:
-    """Do nothing: nobody waits for the end of an offer."""
-
-
 class OffloadManager:
     """Tiers of one rank. The caller adds the prefills to `costs`, and this class adds the loads.
 
@@ -153,7 +149,7 @@ class OffloadManager:
         self._believe(names, begin, runs)
         self._transfers.load(names, begin, runs, into, done)
 
-    def offer(self, names: Sequence[BlockName], block: Blocks, done: Callable[[], None] = _nothing) -> None:
+    def offer(self, names: Sequence[BlockName], block: Blocks, done: Callable[[], None] = lambda: None) -> None:
         """Offload full blocks of a prompt, in order, that device memory has stored or used again.
 
         Args:

@@ -360,10 +360,10 @@ class TierTransfers:
                 slots = self.host.reserve(len(write.keys))
             if write.source == "host" and self.host is not None:
                 source_slots = self.host.acquire(write.keys)
-            if write.source == "device":
-                assert offer is not None
-                offer.pending += 1
-            job = _Job(write, offer if write.source == "device" else None, slots, source_slots)
+            source = offer if write.source == "device" else None
+            if source is not None:
+                source.pending += 1
+            job = _Job(write, source, slots, source_slots)
             lane: Lane
             if write.tier != "host":
                 lane = "disk-write" if write.tier == "disk" else "store-write"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
-from forebay.events.base import Name, hex_digest, pack_u32
+from forebay.events.base import Name, hex_digest
 from forebay.events.codec import MALFORMED
 from forebay.events.media import Encoded
 from forebay.events.transfer import DESCRIPTOR_BYTES_MAX, Prefilled
@@ -64,10 +64,6 @@ def encode_location(place: BlockLocation) -> bytes:
             f"{place.count} blocks do not fit into a descriptor of {DESCRIPTOR_BYTES_MAX} bytes", "full"
         )
     return body + xxh3_64_digest(body)
-
-
-def pack_slots(slots: "Slots") -> bytes:
-    return pack_u32(slots.tolist())
 
 
 def slots_of(place: BlockLocation) -> "Slots":

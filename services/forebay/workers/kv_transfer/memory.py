@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from xxhash import xxh3_64_intdigest
 
 from forebay import runtime
-from forebay.events.base import hex_digest, pack_u64
+from forebay.events.base import hex_digest, pack_u32, pack_u64
 from forebay.workers.engine import EngineError
 from forebay.workers.kv_transfer.api import FreeReason, Offer, OnFree, Stats
-from forebay.workers.kv_transfer.descriptor import OFFERS_MAX, SLOTS_MAX, BlockLocation, encode_location, pack_slots
+from forebay.workers.kv_transfer.descriptor import OFFERS_MAX, SLOTS_MAX, BlockLocation, encode_location
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class KvOffers:
             address=self._arena.address,
             slots=self._arena.slots,
             block_bytes=self._arena.block_bytes,
-            blocks=pack_slots(slots),
+            blocks=pack_u32(slots.tolist()),
             word=self._words[-1],
             generation=self._generation(),
             sums=sums,

@@ -101,7 +101,6 @@ LEASE_S = 30.0  # a reader fetches within a second or is lost; offered blocks ar
 FETCH_S = 10.0  # a transfer takes milliseconds; the first one also connects
 RETRIES_MAX = 2  # additional reads of blocks with a wrong checksum
 
-
 _WHYS: dict[str, FreeReason] = {FETCHED.decode(): "fetched", DROPPED.decode(): "released"}
 _NOTE_CHARS_MAX = 20  # length of a notification: a letter, and a 63-bit number in decimal
 
@@ -138,18 +137,11 @@ class KvTransport:
         self._offers = KvOffers(arena, self.stats, self._on_free)
         self._gate = FetchLimiter(self.stats)
         self._loop = asyncio.get_running_loop()
-        self._thread = NixlThread(name, arena, self._note, interface)
+        self.thread = NixlThread(name, arena, self._note, interface)
         self._deadlines: set[asyncio.Timeout] = set()  # time limits of fetches in progress
         self._nothing_fetched = asyncio.Event()
         self._nothing_fetched.set()
         self._closed = False
-
-    async def start(self) -> None:
-        """Start the NIXL thread, which creates the agent and registers the memory. Raises EngineError if NIXL fails."""
-        try:
-            await asyncio.to_thread(self._thread.start)
-        except Exception as error:  # NIXL raises its own classes
-            raise EngineError(f"cannot start NIXL: {error}") from error
 
     def offer(self, request_id: str, blocks: Sequence[int], *, checksum: bool = False) -> Offer:
         """Offer blocks, in the order of the prompt, to one reader for at most `lease_s` seconds.
@@ -164,7 +156,7 @@ class KvTransport:
         """
         if self._closed:
             raise _closed()
-        metadata = self._thread.metadata
+        metadata = self.thread.metadata
         offer = self._offers.add(
             request_id, blocks, lease_s=self.lease_s, agent=self.name, route=metadata, checksum=checksum
         )
@@ -219,7 +211,7 @@ class KvTransport:
             place = decode_location(offered, self.memory.block_bytes)
         except TransferError:
             return
-        self._thread.notify(place, DROPPED)
+        self.thread.notify(place, DROPPED)
 
     async def close(self) -> None:
         """Let fetches in flight fail with reason `closed`, and end all offers. May be called repeatedly."""
@@ -231,7 +223,7 @@ class KvTransport:
                 deadline.reschedule(self._loop.time())
         await self._nothing_fetched.wait()
         self._offers.close()
-        await asyncio.to_thread(self._thread.stop)  # keeps memory to which transfers may still write
+        await asyncio.to_thread(self.thread.stop)  # keeps memory to which transfers may still write
 
     def _checked(self, place: BlockLocation, first: int, into: Sequence[int]) -> "Numbers":
         if not 0 <= first <= place.count or len(into) != place.count - first:
@@ -259,7 +251,7 @@ class KvTransport:
         except TimeoutError as error:
             if self._closed:
                 raise _closed() from error
-            self._thread.silence(place.agent)
+            self.thread.silence(place.agent)
             text = f"the blocks of {place.agent} did not arrive within {self.fetch_s:g} s"
             raise TransferError(text, "deadline") from error
 
@@ -273,7 +265,7 @@ class KvTransport:
 
     async def _read(self, place: BlockLocation, first: int, into: "Numbers") -> int:
         if not len(into):
-            self._thread.notify(place, FETCHED)
+            self.thread.notify(place, FETCHED)
             return 0
         theirs = slots_of(place)[first:]
         if not place.sums:
@@ -284,7 +276,7 @@ class KvTransport:
             await self._read_once(place, theirs, into, notify=False)
             wrong = await runtime.offload(self._wrong, self.memory.slots_of(into), sums)
             if not wrong:
-                self._thread.notify(place, FETCHED)
+                self.thread.notify(place, FETCHED)
                 return retry
             self.stats.corrupt += len(wrong)
             self.stats.retries += retry < RETRIES_MAX
@@ -301,7 +293,7 @@ class KvTransport:
         self.memory.reserve(len(into))
         reading = _Reading(Read(place, theirs, self.memory.slots_of(into), notify=notify))
         try:
-            self._thread.read(reading.read, lambda error: self._call(lambda: self._over(reading, error)))
+            self.thread.read(reading.read, lambda error: self._call(lambda: self._over(reading, error)))
             await reading.over
         except asyncio.CancelledError:
             if not reading.ended:
@@ -322,9 +314,9 @@ class KvTransport:
 
     def _poll_for_readers(self) -> None:
         """Make the NIXL thread poll more often while this worker has offers, because readers depend on it."""
-        if self._thread.holding != bool(len(self._offers)):
-            self._thread.holding = bool(len(self._offers))
-            self._thread.wake()
+        if self.thread.holding != bool(len(self._offers)):
+            self.thread.holding = bool(len(self._offers))
+            self.thread.wake()
 
     def _over(self, reading: _Reading, error: TransferError | None) -> None:
         reading.ended = True
@@ -374,5 +366,8 @@ async def open_transport(
     transport = KvTransport(
         name, Arena(blocks, block_bytes), on_free=on_free, lease_s=lease_s, fetch_s=fetch_s, interface=interface
     )
-    await transport.start()
+    try:
+        await asyncio.to_thread(transport.thread.start)
+    except Exception as error:  # NIXL raises its own classes
+        raise EngineError(f"cannot start NIXL: {error}") from error
     return transport

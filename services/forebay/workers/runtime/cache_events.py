@@ -31,7 +31,6 @@ from forebay.workers.engine import CacheChange, Cleared
 
 EVENT_HASHES_MAX = 4_096  # the owner applies one record without interruption: a millisecond without decisions
 
-
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
@@ -80,10 +79,6 @@ class CacheEvents:
         self._partition = partition
         self._silent = not spec.kv_events
         self._ranks = {rank: _Rank() for rank in spec.ranks}
-
-    def announcement(self, rank: int, hashes: Sequence[int]) -> list[Draft]:
-        """Return the events that announce the cache of a rank, as sequence hashes, when the epoch begins."""
-        return self.changes(rank, [Stored(None, tuple(hashes))])
 
     def changes(self, rank: int, changes: Iterable[CacheChange]) -> list[Draft]:
         if self._silent:

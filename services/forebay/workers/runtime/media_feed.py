@@ -13,10 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from forebay.events.base import U32_BYTES
-from forebay.events.tokens import ResponseError
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
-from forebay.workers.engine import Engine, EngineError, KvEngine
+from forebay.workers.engine import AttemptFailed, Engine, EngineError, KvEngine
 from forebay.workers.kv_transfer.embeddings import EmbeddingTransfer
 from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MakeReader = Callable[[str], EmbeddingTransfer]
-OnFailed = Callable[[WorkItem, ResponseError | TransferError], None]
+OnFailed = Callable[[WorkItem, AttemptFailed | TransferError], None]
 
 
 @runtime_checkable
@@ -59,19 +58,15 @@ class MediaFeed:
 
     def submit(self, item: WorkItem) -> None:
         """Pass a request to the engine, after its embeddings were fetched, or report that the engine cannot run it."""
-        if item.stage in ("prefill", "decode") and self._kv is None:
-            name = type(self._engine).__name__
-            message = f"the engine {name} does not support prefill and decode stages"
-            self._on_failed(item, ResponseError(status=501, code="stage_not_supported", message=message))
-        elif not item.media or item.stage == "encode":
-            self._engine.submit(item)
-        elif (problem := _problem(self._engine, item)) is not None:
-            self._on_failed(item, problem)
-        elif item.encoded is None or item.stage == "decode":
-            self._engine.submit(item)
+        try:
+            self._check(item)
+        except AttemptFailed as error:
+            self._on_failed(item, error)
+            return
+        if item.media and item.encoded is not None and item.stage not in ("encode", "decode"):
+            self._fetching[item.request_id] = asyncio.get_running_loop().create_task(self._fetch(item))
         else:
-            task = asyncio.get_running_loop().create_task(self._fetch(item))
-            self._fetching[item.request_id] = task
+            self._engine.submit(item)
 
     def cancel(self, request_id: str) -> None:
         task = self._fetching.pop(request_id, None)
@@ -101,6 +96,24 @@ class MediaFeed:
             self._reader = None
         self._engine.reset()
 
+    def _check(self, item: WorkItem) -> None:
+        """Raise AttemptFailed for an item that this engine cannot run."""
+        name = type(self._engine).__name__
+        if item.stage in ("prefill", "decode") and self._kv is None:
+            message = f"the engine {name} does not support prefill and decode stages"
+            raise AttemptFailed(501, "stage_not_supported", message)
+        if not item.media or item.stage == "encode":
+            return
+        if not isinstance(self._engine, MediaEngine):
+            raise AttemptFailed(501, "media_not_supported", f"the engine {name} does not support images or videos")
+        end = len(item.token_ids) // U32_BYTES
+        for number, one in enumerate(reversed(item.media)):
+            if one.first_token + one.tokens > end:
+                which = f"{one.kind} {len(item.media) - number}"
+                message = f"placeholders of {which} lie outside the prompt or overlap others"
+                raise AttemptFailed(400, "invalid_request", message)
+            end = one.first_token
+
     async def _fetch(self, item: WorkItem) -> None:
         assert item.encoded is not None
         assert isinstance(self._engine, MediaEngine)
@@ -123,18 +136,3 @@ class MediaFeed:
             return
         self.fetched += 1
         del self._fetching[item.request_id]
-
-
-def _problem(engine: Engine, item: WorkItem) -> ResponseError | None:
-    """Return the error for an item with media that this engine cannot run; None if it can."""
-    if not isinstance(engine, MediaEngine):
-        name = type(engine).__name__
-        message = f"the engine {name} does not support images or videos"
-        return ResponseError(status=501, code="media_not_supported", message=message)
-    end = len(item.token_ids) // U32_BYTES
-    for number, one in enumerate(reversed(item.media)):
-        if one.first_token + one.tokens > end:
-            message = f"placeholders of {one.kind} {len(item.media) - number} lie outside the prompt or overlap others"
-            return ResponseError(status=400, code="invalid_request", message=message)
-        end = one.first_token
-    return None

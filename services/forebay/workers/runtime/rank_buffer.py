@@ -27,7 +27,8 @@ class RankBuffer:
     """Collects the events of one rank until `take` returns them as a batch.
 
     `kv_blocks_total` excludes blocks that the engine reserves for itself. If `text_only`, the engine returns text, from
-    which the tokens are computed. `tier_costs` is None if the rank has no tiers.
+    which the tokens are computed. `tier_costs` is None if the rank has no tiers. While `muted`, which ends when the
+    engine reports an empty cache, changes of the cache are ignored, because the index already knows that it is empty.
     """
 
     def __init__(self, rank: int, kv_blocks_total: int, *, text_only: bool = False) -> None:
@@ -38,17 +39,12 @@ class RankBuffer:
         self.tier_costs: TierCosts | None = None
         self._store_changes: list[StoreChange] = []
         self._published_load: EngineLoad | None = None
-        self._muted = False  # until the engine reports an empty cache; the index already knows that it is empty
+        self.muted = False
         self._forget()
 
     def _forget(self) -> None:
         self._chunks: dict[tuple[str, int], _Chunk] = {}
         self._events: defaultdict[str, list[Any]] = defaultdict(list)  # by field of EngineBatch
-
-    @property
-    def muted(self) -> bool:
-        """Whether the buffer ignores changes of the cache until the engine reports an empty cache."""
-        return self._muted
 
     def reset(self, *, clears: bool = True) -> None:
         """Drop all events that were not returned yet, and report an idle rank. Changes of the shared store are kept.
@@ -58,7 +54,7 @@ class RankBuffer:
         """
         self._forget()
         self._published_load = None
-        self._muted = clears
+        self.muted = clears
         self.idle()
 
     def idle(self) -> None:
@@ -74,10 +70,10 @@ class RankBuffer:
         for change in changes:
             if isinstance(change, Cleared):
                 self.clears += 1
-                if self._muted:
-                    self._muted = False
+                if self.muted:
+                    self.muted = False
                     continue
-            if not self._muted:
+            if not self.muted:
                 self._events["cache_changes"].append(change)
 
     def cleared(self, clears_before: int) -> None:
@@ -87,9 +83,9 @@ class RankBuffer:
         its next step. Until that report, its changes are ignored, because they precede the clearing. Does nothing if
         the engine has already reported the empty cache.
         """
-        if self.clears == clears_before and not self._muted:
+        if self.clears == clears_before and not self.muted:
             self._events["cache_changes"].append(Cleared())
-            self._muted = True
+            self.muted = True
 
     def store_changed(self, change: StoreChange) -> None:
         self._store_changes.append(change)

@@ -9,7 +9,7 @@ stale and changes nothing. A later attempt may start in any state.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -124,24 +124,22 @@ TRANSITIONS: dict[WorkState, dict[WorkTransition, Rule]] = {
 
 
 class RequestTable:
-    """Table of the requests of one worker epoch that are in flight, kept for another worker, or ended recently."""
+    """Table of the requests of one worker epoch that are in flight, kept for another worker, or ended recently.
+
+    `in_flight` has the records in state `resuming`, `running` or `responding`, by request id.
+    """
 
     def __init__(self) -> None:
-        self._in_flight: OrderedDict[str, WorkRequest] = OrderedDict()
+        self.in_flight: OrderedDict[str, WorkRequest] = OrderedDict()
         self._kept: OrderedDict[str, WorkRequest] = OrderedDict()
         self._ended: OrderedDict[str, WorkRequest] = OrderedDict()
 
-    @property
-    def in_flight(self) -> Mapping[str, WorkRequest]:
-        """Records in state `resuming`, `running` or `responding`, by request id."""
-        return self._in_flight
-
     def get(self, request_id: str) -> WorkRequest | None:
-        return self._in_flight.get(request_id) or self._kept.get(request_id) or self._ended.get(request_id)
+        return self.in_flight.get(request_id) or self._kept.get(request_id) or self._ended.get(request_id)
 
     def find(self, request_id: str, attempt: int) -> WorkRequest | None:
         """Return the record of a request if it is in flight and its attempt is `attempt`, otherwise None."""
-        request = self._in_flight.get(request_id)
+        request = self.in_flight.get(request_id)
         return request if request is not None and request.attempt == attempt else None
 
     def start(self, request: WorkRequest, key: AttemptKey, *, resumes: bool) -> bool:
@@ -152,7 +150,7 @@ class RequestTable:
         """
         previous = self.get(request.request_id)
         if previous is not None:
-            is_superseded = previous.request_id in self._in_flight and previous.attempt > request.attempt
+            is_superseded = previous.request_id in self.in_flight and previous.attempt > request.attempt
             if is_superseded or key in previous.attempts:
                 return False
             request.attempts, request.prefill_attempt = previous.attempts, previous.prefill_attempt
@@ -176,10 +174,6 @@ class RequestTable:
         self._enter(request, rule.target)
         return request
 
-    def close(self) -> None:
-        """Forget all requests in flight, because the worker epoch has ended."""
-        self._in_flight.clear()
-
     def _collection(self, request: WorkRequest) -> OrderedDict[str, WorkRequest]:
         match request.state:
             case WorkState.KEPT:
@@ -187,7 +181,7 @@ class RequestTable:
             case WorkState.ENDED:
                 return self._ended
             case _:
-                return self._in_flight
+                return self.in_flight
 
     def _enter(self, request: WorkRequest, state: WorkState) -> None:
         request.state = state

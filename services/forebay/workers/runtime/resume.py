@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -83,16 +84,13 @@ class Resumer:
         while waiting := self._waiting[reply_slot]:
             self._waiting[reply_slot] = []
             offsets = await self._log.append([self._outbox.attempt_started(later.request) for later in waiting])
-            replies = await self._read_until(reply_slot, waiting, offsets[-1] + 1)
+            replies = await until_available(partial(self._read, reply_slot, waiting, offsets[-1] + 1))
             for later in waiting:
                 self._found(later, replies[later.item.request_id])
         del self._waiting[reply_slot]
 
-    async def _read_until(self, reply_slot: int, attempts: list[LaterAttempt], end: int) -> dict[str, ResponseState]:
-        """Return the responses as of the offset `end`, by request id. Retry for as long as the log is unavailable."""
-        return await until_available(lambda: self._read(reply_slot, attempts, end))
-
     async def _read(self, reply_slot: int, attempts: list[LaterAttempt], end: int) -> dict[str, ResponseState]:
+        """Return the responses as of the offset `end`, by request id."""
         # Records before `reply_from` belong to an earlier request with the same id.
         coming = sorted((later.item.reply_from, later.item.request_id) for later in attempts)
         coming.reverse()

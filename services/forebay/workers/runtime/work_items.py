@@ -17,7 +17,7 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.tokens import ResponseError
 from forebay.events.work import ReleaseKv, WorkCancelled, WorkItem
 from forebay.transport.base import Draft, Log
-from forebay.workers.engine import EngineBatch
+from forebay.workers.engine import AttemptFailed, EngineBatch
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.runtime.media_feed import MediaFeed
 from forebay.workers.runtime.outbox import Outbox, append_output
@@ -81,7 +81,7 @@ class WorkItems:
     def close(self) -> None:
         """Drop all requests, and all KV that the engine keeps for other workers."""
         self._resumer.close()
-        self._table.close()
+        self._table.in_flight.clear()
         self._feed.reset()
 
     def start(self, item: WorkItem) -> None:
@@ -135,14 +135,14 @@ class WorkItems:
                 request.result, request.kept_until_s = result, now_s + result.prefilled.lease_us / 1e6
         return drafts
 
-    def not_submitted(self, item: WorkItem, error: ResponseError | TransferError) -> None:
+    def not_submitted(self, item: WorkItem, error: AttemptFailed | TransferError) -> None:
         """End an item that does not reach the engine, by an error for the client or a failed fetch of embeddings."""
         request = self._table.find(item.request_id, item.attempt)
         if request is None:
             return
-        if isinstance(error, ResponseError):
+        if isinstance(error, AttemptFailed):
             self._drop(item)
-            self._settle(request, self._outbox.failure(request, error))
+            self._settle(request, self._outbox.failure(request, error.error))
         else:
             self._settle(request, self._outbox.not_fetched(request, str(error)))
 

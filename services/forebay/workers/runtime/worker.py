@@ -19,6 +19,7 @@ from typing import assert_never
 import msgspec
 
 from forebay import runtime
+from forebay.engine_model.steps import Stored
 from forebay.events.codec import DecodeError, encode
 from forebay.events.fleet import (
     AnyFleetEvent,
@@ -34,14 +35,13 @@ from forebay.events.fleet import (
     WorkerSuspect,
 )
 from forebay.events.progress import EngineFailed
-from forebay.events.tokens import ResponseError
 from forebay.events.topics import FLEET, PROGRESS, work_topic
 from forebay.events.work import AnyWorkEvent, ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
 from forebay.runtime.errors import cause_of
 from forebay.transport.base import Draft, Log, LogError, Record, Tail, event_of
 from forebay.transport.dead_letters import dead_letter
 from forebay.transport.patience import until_available
-from forebay.workers.engine import Engine, EngineBatch, EngineError, StoreEngine, TierEngine
+from forebay.workers.engine import AttemptFailed, CacheChange, Engine, EngineBatch, EngineError, StoreEngine, TierEngine
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.runtime.commands import CommandRunner
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
@@ -145,7 +145,7 @@ class Worker:
         self.counters = WorkerCounters()
         self._log = log
         self._keeper = keeper
-        self._engine = engine
+        self.engine = engine
         self._group = group
         self._partition = partition
         self._work_topic = work_topic(spec.pool)
@@ -174,10 +174,6 @@ class Worker:
     def is_draining(self) -> bool:
         """Whether the worker was asked to drain, so that it must not come back after a failure of its engine."""
         return self._drain is not None
-
-    @property
-    def engine(self) -> Engine:
-        return self._engine
 
     async def run(self) -> None:
         """Start the engine and serve until cancelled, or until a drain ends.
@@ -218,7 +214,7 @@ class Worker:
 
     async def _start_engine(self) -> bool:
         """Start the engine. Return False if the worker was stopped before the engine had started."""
-        starting = asyncio.create_task(self._engine.start(self.spec))
+        starting = asyncio.create_task(self.engine.start(self.spec))
         stopping = asyncio.create_task(self._wake.wait())
         try:
             await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -234,7 +230,7 @@ class Worker:
             await asyncio.gather(starting, stopping, return_exceptions=True)
 
     async def _run_engine(self) -> None:
-        await self._engine.run(self._publish)
+        await self.engine.run(self._publish)
         raise EngineError("the engine stopped serving on its own")
 
     def _on_health_check(self) -> None:
@@ -244,7 +240,7 @@ class Worker:
     async def _stop_engine(self) -> None:
         try:
             async with asyncio.timeout(ENGINE_STOP_S):
-                await self._engine.stop()
+                await self.engine.stop()
         except TimeoutError:
             logger.error("the engine did not stop within %g s", ENGINE_STOP_S)  # noqa: TRY400
 
@@ -361,10 +357,6 @@ class Worker:
         if self._epoch is not None:
             self._epoch.outbox.owner_events = version
 
-    def _announce_store(self, outbox: Outbox) -> None:
-        if isinstance(self._engine, StoreEngine):
-            self._log.append_soon(outbox.store.announcement(self._engine.stored()))
-
     def _join(self, event: WorkerJoined, worker_epoch: int, spawn: Spawn) -> None:
         if self.life.state is State.STOPPING:
             return
@@ -376,9 +368,8 @@ class Worker:
         items = WorkItems(self._log, self._group, self.spec, outbox, self.media, self.counters, spawn, self._settled)
         self._epoch = _Epoch(worker_epoch, event.owner_epoch, work, outbox, items)
         self.commands.join(outbox)
-        if held := [draft for rank in self.spec.ranks for draft in self._held(outbox, rank)]:
+        if held := self._held(outbox):
             self._log.append_soon(held)
-        self._announce_store(outbox)
         self.life.move(Transition.ADMIT)
         self.health.check_now()
         logger.info(
@@ -389,11 +380,17 @@ class Worker:
             worker_epoch,
         )
 
-    def _held(self, outbox: Outbox, rank: int) -> list[Draft]:
-        held = outbox.cache.announcement(rank, self._engine.held(rank))
-        if isinstance(self._engine, TierEngine):
-            held += outbox.cache.changes(rank, self._engine.held_in_tiers(rank))
-        return held
+    def _held(self, outbox: Outbox) -> list[Draft]:
+        """Return the records that announce the caches of all ranks, and the shared store."""
+        drafts: list[Draft] = []
+        for rank in self.spec.ranks:
+            held: list[CacheChange] = [Stored(None, tuple(self.engine.held(rank)))]
+            if isinstance(self.engine, TierEngine):
+                held += self.engine.held_in_tiers(rank)
+            drafts += outbox.cache.changes(rank, held)
+        if isinstance(self.engine, StoreEngine):
+            drafts += outbox.store.announcement(self.engine.stored())
+        return drafts
 
     def _leave(self) -> None:
         """End the worker epoch and drop its requests.
@@ -470,7 +467,7 @@ class Worker:
         if drafts := epoch.outbox.cache.reannouncement(event.rank, event.above_seq):
             self._log.append_soon(drafts)
 
-    def _on_media_failed(self, item: WorkItem, error: ResponseError | TransferError) -> None:
+    def _on_media_failed(self, item: WorkItem, error: AttemptFailed | TransferError) -> None:
         if self._epoch is not None:
             self._epoch.items.not_submitted(item, error)
 

@@ -119,17 +119,6 @@ class _Completion(msgspec.Struct):
         return next((one for one in self.choices or () if not one.index), None)
 
 
-class Prefill(msgspec.Struct, frozen=True):
-    """Result of computing a prompt for another server.
-
-    `transfer`, vLLM's `kv_transfer_params`, is None if the server keeps no KV; `cached_tokens` if it reports none.
-    """
-
-    transfer: dict[str, Any] | None
-    cached_tokens: int | None
-    finish_reason: str
-
-
 _DECODER = msgspec.json.Decoder(_Completion)
 
 
@@ -185,7 +174,7 @@ class Completions:
         while True:
             body, is_over = self.body(call, stream=True), False
             try:
-                async with self.server.stream(PATH, body, _headers(call)) as events:
+                async with self.server.stream(PATH, body, {"x-request-id": call.request_id}) as events:
                     async for delta in self._deltas(events, call.sampling):
                         is_over = is_over or bool(delta.finish_reason)
                         yield delta
@@ -255,16 +244,19 @@ class Completions:
             token_ids=token_ids, text=choice.text or "", logprobs=logprobs, finish_reason=reason, cached_tokens=cached
         )
 
-    async def prefill(self, call: Call) -> Prefill:
+    async def prefill(self, call: Call) -> tuple[dict[str, Any] | None, int | None]:
         """Compute a prompt whose KV another server fetches. `call` has its `transfer`, and asks for one token.
+
+        Return vLLM's `kv_transfer_params`, None if the server keeps no KV, and the number of cached prompt tokens, None
+        if the server does not report it.
 
         Raises Rejected if the server responded with an error, StreamCut if the response is unreadable, EngineError if
         the server cannot be reached.
         """
-        found = await self._post(call, _headers(call))
-        if (choice := found.choice) is None:
+        found = await self._post(call, {"x-request-id": call.request_id})
+        if found.choice is None:
             raise StreamCut("the response has no choice")
-        return Prefill(found.kv_transfer_params, _cached_tokens(found), choice.finish_reason or "")
+        return found.kv_transfer_params, _cached_tokens(found)
 
     def body(self, call: Call, *, stream: bool) -> dict[str, Any]:
         """Return the body of a request. Raises Rejected if its structured output is invalid or not supported."""
@@ -336,10 +328,6 @@ class Completions:
             if rejected is not None:
                 raise rejected
         return found
-
-
-def _headers(call: Call) -> Mapping[str, str]:
-    return {"x-request-id": call.request_id}
 
 
 def _cached_tokens(found: _Completion) -> int | None:

@@ -106,6 +106,9 @@ class AttachedEngine(ModelEngine):
         self.counts: Counter[str] = Counter()
         self._attached = attached
         self._info = attached.info
+        self._url = attached.url
+        self._is_sglang = attached.info.kind == "sglang"
+        self._block_size = settings.block_size or attached.info.block_size or BLOCK_SIZE
         self._server: UpstreamServer | None = None
         self._loras = Loras(keeps_numbers=True, checks_directories=False)  # the server's directories, and its cache
         self._warned = False  # of unreadable metrics
@@ -145,15 +148,9 @@ class AttachedEngine(ModelEngine):
             raise EngineError(f"--role {settings.role}: only vLLM transfers KV for attached servers, got {info.kind}")
         self._last_response_s = runtime.monotonic_s()
         if self._attached.kv_events is not None:
-            block_size = self._block_size
-            is_vllm = info.kind != "sglang"
-            decoder = VllmDecoder() if is_vllm else decode_sglang
-            blocks = ResidentBlocks(block_size, counts_copies=is_vllm)
+            decoder = decode_sglang if self._is_sglang else VllmDecoder()
+            blocks = ResidentBlocks(self._block_size, counts_copies=not self._is_sglang)
             self._caches = {rank: KvFeed(rank, self._attached.kv_events, decoder, blocks)}
-
-    @property
-    def _block_size(self) -> int:
-        return self._settings.block_size or self._info.block_size or BLOCK_SIZE
 
     async def _sized(self, spec: WorkerSpec) -> WorkerSpec:
         settings = self._settings
@@ -176,7 +173,7 @@ class AttachedEngine(ModelEngine):
         return False  # the health check ends the engine
 
     def _death(self) -> str:
-        return f"the server {self._attached.url} does not respond"
+        return f"the server {self._url} does not respond"
 
     async def _run_canary(self, rank: int) -> None:
         call = Call(token_ids=[0], text="a", sampling=Sampling(max_tokens=1, temperature=0.0), request_id=_new_id())
@@ -200,17 +197,13 @@ class AttachedEngine(ModelEngine):
         await self._api.server.check_health()
         served = [one.id for one in await self._api.server.models()]
         if self._info.model not in served:
-            raise EngineError(f"the server {self._attached.url} serves {', '.join(served)}, not {self._info.model}")
+            raise EngineError(f"the server {self._url} serves {', '.join(served)}, not {self._info.model}")
 
     def _followers(self) -> Sequence[Coroutine[Any, Any, None]]:
         return [*super()._followers(), self._follow_load()]
 
     def _on_lost(self, rank: int, reason: str) -> None:
         logger.warning("rank %d: the index lacks blocks of %s until they are stored again: %s", rank, self._url, reason)
-
-    @property
-    def _url(self) -> str:
-        return self._attached.url
 
     def _drop_cache(self) -> None:
         for rank in self._ranks.values():
@@ -375,20 +368,19 @@ class AttachedEngine(ModelEngine):
         sampling = msgspec.structs.replace(item.sampling, **PREFILL_SAMPLING)
         expected = self._cached_tokens(item)  # before the server reports the blocks of this prompt
         try:
-            done = await self._api.prefill(self._call(item, prompt, sampling, PREFILL_PARAMS))
+            transfer, cached = await self._api.prefill(self._call(item, prompt, sampling, PREFILL_PARAMS))
         except Rejected as rejected:
             if _may_be_lost(rejected):
                 await self._check_server()
             raise
         except StreamCut as cut:
             raise Rejected(502, "engine_error", str(cut), may_move=True) from None
-        if done.transfer is None:
+        if transfer is None:
             message = f"the server {self._url} keeps no KV for others: start it with --kv-transfer-config"
             raise Rejected(501, "not_supported", message)
-        prefilled = offer(item, self._worker_id, self._settings.model_name, done.transfer)
+        prefilled = offer(item, self._worker_id, self._settings.model_name, transfer)
         self._kept.add(item.request_id, VLLM_LEASE_S)
-        cached = expected if done.cached_tokens is None else done.cached_tokens
-        rank.prefilled(item, prefilled, cached)
+        rank.prefilled(item, prefilled, expected if cached is None else cached)
 
     def release(self, request_id: str) -> None:
         """Count KV that no worker fetches. The server frees it after its own timeout."""
@@ -415,10 +407,6 @@ class AttachedEngine(ModelEngine):
     async def _remove_lora(self, adapter: LoraAdapter) -> None:
         path = "/unload_lora_adapter" if self._is_sglang else "/v1/unload_lora_adapter"
         await self._command(path, {"lora_name": adapter.name})
-
-    @property
-    def _is_sglang(self) -> bool:
-        return self._info.kind == "sglang"
 
     async def _clear(self) -> None:
         before = self._clears()

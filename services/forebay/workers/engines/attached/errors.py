@@ -9,7 +9,7 @@ import msgspec
 
 from forebay import runtime
 from forebay.events.codec import MALFORMED
-from forebay.workers.engine import TEXT_CHARS_MAX, AttemptFailed
+from forebay.workers.engine import AttemptFailed, clipped
 
 OPERATOR = frozenset((401, 402, 403, 405, 407))
 """Statuses for which forebay's own credentials, account or address are responsible, not the client's request."""
@@ -74,10 +74,6 @@ def _text(value: Any) -> str:
         texts = (_text(value.get(name)) for name in ("message", "msg", "detail", "text", "error"))
         return next(filter(None, texts), "")
     return value if isinstance(value, str) else ""
-
-
-def clipped(text: str) -> str:
-    return " ".join(text.split())[:TEXT_CHARS_MAX]
 
 
 def rejection(url: str, status: int, body: bytes, retry_after: str = "") -> Rejected:

@@ -44,7 +44,6 @@ from forebay.engine_model.timing import StepWork
 from forebay.events.base import U32_BYTES, U64_BYTES, array_u64, pack_u32
 from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import LowerTier
-from forebay.events.metrics import TierCosts
 from forebay.events.progress import OnboardedTokens
 from forebay.events.tokens import ResponseError
 from forebay.events.work import WorkItem
@@ -191,9 +190,6 @@ class MockTiers:
             attended = tokens * cached_tokens + tokens * (tokens + 1) // 2
             work = StepWork(tokens, attended, 0, 0, self._config.kv_blocks_total * block_size)
             self.manager.costs.observe_prefill(tokens, cached_tokens, self._config.timing.step_us(work) / self._speedup)
-
-    def measured(self) -> TierCosts:
-        return self.manager.costs.measured(self._config.block_size)
 
     def _offer(self, names: Sequence[BlockName]) -> None:
         if names:
@@ -443,7 +439,7 @@ class MockRank:
             failed=failed,
             not_fetched=not_fetched,
             store_changes=store_changes,
-            tier_costs=None if self.tiers is None else self.tiers.measured(),
+            tier_costs=None if self.tiers is None else self.tiers.manager.costs.measured(self.model.config.block_size),
         )
         return extend(batch, self._extras, self.model.config.vocabulary or ()), steps
 

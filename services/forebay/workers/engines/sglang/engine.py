@@ -17,7 +17,8 @@ import itertools
 import logging
 import secrets
 import struct
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
 from functools import partial
 from importlib import import_module
 from typing import Annotated, Any
@@ -236,14 +237,10 @@ class SglangEngine(ModelEngine):
         self._wake.set()
         sampling = sglang_requests.sampling_arguments(item.sampling) | PREFILL_SAMPLING
         try:
-            async with asyncio.timeout(LEASE_S):
-                outputs = await self._outputs(item, prompt, sampling, meet.arguments())
-                try:
-                    async for output in outputs:
-                        if (reason := output["meta_info"]["finish_reason"]) and reason["type"] == "abort":
-                            raise sglang_requests.abort_error(reason)
-                finally:
-                    await outputs.aclose()
+            outputs = self._outputs(item, prompt, sampling, meet.arguments())
+            async with asyncio.timeout(LEASE_S), aclosing(outputs):
+                async for _ in outputs:
+                    pass
         except Exception as error:
             if self._core.is_dead:
                 raise
@@ -265,8 +262,11 @@ class SglangEngine(ModelEngine):
             return error.error.message
         return super()._fetch_failure(error)
 
-    async def _outputs(self, item: WorkItem, prompt: list[int], sampling: dict[str, Any], meet: dict[str, Any]) -> Any:
-        return await self._core.engine.async_generate(
+    async def _outputs(
+        self, item: WorkItem, prompt: list[int], sampling: dict[str, Any], meet: dict[str, Any]
+    ) -> AsyncGenerator[Any]:
+        """Yield the outputs of a request. Closing the generator aborts the request unless it has ended."""
+        outputs = await self._core.engine.async_generate(
             input_ids=prompt,
             sampling_params=sampling,
             stream=True,
@@ -278,27 +278,27 @@ class SglangEngine(ModelEngine):
             **sglang_requests.logprob_arguments(item.sampling),
             **meet,
         )
+        async with aclosing(outputs):
+            async for output in outputs:
+                if (reason := output["meta_info"]["finish_reason"]) and reason["type"] == "abort":
+                    raise sglang_requests.abort_error(reason)  # its tokens repeat the previous ones
+                yield output
 
     async def _generate(self, prompt: list[int], response: GeneratedResponse, transfer: Rendezvous | None) -> None:
         item, top = response.item, response.item.sampling.logprobs
         meet = {} if transfer is None else transfer.arguments()
-        outputs = await self._outputs(item, prompt, sglang_requests.sampling_arguments(item.sampling), meet)
-        try:
+        outputs = self._outputs(item, prompt, sglang_requests.sampling_arguments(item.sampling), meet)
+        async with aclosing(outputs):
             async for output in outputs:
                 meta = output["meta_info"]
-                reason = meta["finish_reason"]
-                if reason is not None and reason["type"] == "abort":
-                    raise sglang_requests.abort_error(reason)  # its tokens repeat the previous ones
                 token_ids = output["output_ids"]
                 logprobs: Sequence[TokenLogprob] = ()
                 if token_ids and top is not None:
                     logprobs = sglang_requests.token_logprobs(meta, top)
                 response.add(token_ids, meta.get("cached_tokens", 0), logprobs)
-                if reason is not None:
+                if (reason := meta["finish_reason"]) is not None:
                     self._end_response(response, reason["type"])
                 self._wake.set()
-        finally:
-            await outputs.aclose()  # aborts the request unless it has ended
 
     async def _embed(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
         request = self._io.EmbeddingReqInput(
@@ -375,7 +375,6 @@ class SglangEngine(ModelEngine):
             self._awake.set()
             raise
         self._slept_level = level
-        self._resting.add("sleep")
 
     def _memory_tags(self, level: int) -> list[str] | None:
         """Return the kinds of memory that a sleep level frees, None for all. Without a host copy, weights are lost."""
@@ -392,7 +391,6 @@ class SglangEngine(ModelEngine):
             success, message, _ = await self._call("update_weights_from_disk", reload)
             if not success:
                 raise EngineRefused(f"cannot reload the weights: {message}")
-        self._resting.discard("sleep")
         self._awake.set()
 
 

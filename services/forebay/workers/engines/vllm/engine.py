@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
 from importlib import import_module
@@ -75,7 +76,7 @@ class VllmEngine(ModelEngine):
         self._transfers = KvTransfers(settings.model_name, self._kept)
         self._layout: KvLayout | None = None
         self._store_name = settings.kv_store_name
-        self._tier_counters: dict[int, TierCounters] = {}
+        self._tier_counters: defaultdict[int, TierCounters] = defaultdict(TierCounters)
         self._onboarded: dict[str, tuple[OnboardedTokens, ...]] = {}  # by request, until its first token
 
     async def _launch(self, spec: WorkerSpec) -> None:
@@ -208,11 +209,10 @@ class VllmEngine(ModelEngine):
         return await super().command(command)
 
     def collectors(self) -> Sequence[Collector]:
-        tiers = {rank: partial(self._counters, rank) for rank in self._ranks if self._settings.tiers is not None}
-        return (*super().collectors(), *([TierMetrics(self._worker_id, tiers)] if tiers else ()))
-
-    def _counters(self, rank: int) -> TierCounters:
-        return self._tier_counters.get(rank, TierCounters())
+        if self._settings.tiers is None:
+            return super().collectors()
+        tiers = {rank: partial(self._tier_counters.__getitem__, rank) for rank in self._ranks}
+        return (*super().collectors(), TierMetrics(self._worker_id, tiers))
 
     async def _clear_in_background(self) -> None:
         # Blocks that other workers may be reading stay until their leases end.
@@ -358,7 +358,6 @@ class VllmEngine(ModelEngine):
         await self._call("sleep", level, mode="wait")
         self._report_cleared(before)
         self._slept_level = max(self._slept_level, level)
-        self._resting.add("sleep")
 
     async def _wake_up(self) -> None:
         if self._slept_level == DROPS_WEIGHTS:
@@ -366,7 +365,6 @@ class VllmEngine(ModelEngine):
             await self._call("collective_rpc", "reload_weights")
         await self._call("wake_up")
         self._slept_level = 0
-        self._resting.discard("sleep")
 
 
 class VllmStepStats:

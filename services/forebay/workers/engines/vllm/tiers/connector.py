@@ -162,7 +162,7 @@ class ForebayTiers(KVConnectorBase_V1):  # type: ignore[misc]  # mypy runs witho
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         """Set the pool in which blocks are referenced while they are copied."""
-        self.tier_rank.bind(gpu_block_pool)
+        self.tier_rank.pool = gpu_block_pool
 
     def on_new_request(self, request: "Request") -> None:
         """Add a request. Requests whose tokens are not known have no keys and use no tiers."""

@@ -166,7 +166,7 @@ class VllmRank:
         self._identity = identity
         self._block_size = identity.block_size
         self._wake = wake
-        self._pool: Any = None  # vLLM's `BlockPool`
+        self.pool: Any = None  # vLLM's `BlockPool`, set by the connector
         self._onboarded: dict[str, tuple[OnboardedTokens, ...]] = {}
         self._reported_s = 0.0
         self._prefills = 0
@@ -183,9 +183,6 @@ class VllmRank:
         self._placed: deque[_Load] = deque()  # loads whose blocks are in the cache, added by the copier
 
     # Scheduler
-
-    def bind(self, pool: Any) -> None:
-        self._pool = pool
 
     def add(self, request: Any, hints: RequestHints, adapter: str) -> None:
         names = PromptNames(
@@ -276,10 +273,10 @@ class VllmRank:
         return one.names.names[:loadable]
 
     def _reference(self, names: list[BlockName], ids: list[int]) -> _Offer | None:
-        if self._referenced > len(self._pool.blocks) // 2:
+        if self._referenced > len(self.pool.blocks) // 2:
             self.skipped += len(ids)
             return None
-        self._pool.touch([self._pool.blocks[block] for block in ids])
+        self.pool.touch([self.pool.blocks[block] for block in ids])
         self._referenced += len(ids)
         return _Offer(names, ids)
 
@@ -374,7 +371,7 @@ class VllmRank:
     def _on_offered(self, offer: _Offer) -> None:
         self._referenced -= len(offer.block_ids)
         # In reverse order, so that vLLM evicts the end of a prompt first.
-        self._pool.free_blocks([self._pool.blocks[block] for block in reversed(offer.block_ids)])
+        self.pool.free_blocks([self.pool.blocks[block] for block in reversed(offer.block_ids)])
 
     def _on_loaded(self, load: _Load, result: LoadResult) -> None:
         load.result = result
