@@ -198,8 +198,6 @@ async def test_a_group_without_a_current_state_responds_with_the_reason(scene: S
         assert "retention removed its beginning" in (await scene.get(path, 503))["error"]["message"]
     (group,) = [one for one in (await scene.get("/groups"))["groups"] if one["model"] == MODEL]
     assert (group["state"], group["problem"]) == ("restoring", "retention removed its beginning")
-    scene.indexer.leave()
-    assert "assigned no partitions" in (await scene.get("/ready", 503))["error"]["message"]
 
 
 @pytest.mark.parametrize(

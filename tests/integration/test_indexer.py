@@ -2,7 +2,9 @@
 
 import functools
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +20,7 @@ from tests.integration.stream_clients import BLOCK, prompt
 
 SHORT = 6
 REQUESTS = 6
+FAUST = Path(sys.executable).with_name("faust")
 SNAPSHOTS = ("--snapshot-every", "5")
 
 
@@ -35,6 +38,14 @@ class Indexers:
     def start(self, name: str) -> None:
         port = self.url(name).rpartition(":")[2]
         self._cluster.processes.start(name, [FOREBAY, "indexer", *self._cluster.where, "--port", port])
+
+    def start_by_faust(self, name: str) -> None:
+        """Start an indexer by Faust's own command line."""
+        port, settings = self.url(name).rpartition(":")[2], self._cluster.settings
+        variables = {"KAFKA": settings.bootstrap, "NAMESPACE": settings.namespace, "PORT": port}
+        environment = [f"FOREBAY_{key}={value}" for key, value in variables.items()]
+        app = ("-A", "forebay.cli.processes.faust_indexer", "worker", "-l", "warn")
+        self._cluster.processes.start(name, ["/usr/bin/env", *environment, str(FAUST), *app])
 
     def get(self, name: str, path: str) -> httpx.Response | None:
         try:
@@ -130,7 +141,7 @@ async def test_two_indexers_prove_their_state_while_owners_and_indexers_die(
         await load()
         await cluster.until("the other indexer has the group", functools.partial(indexers.group, other), is_following)
         await indexers.proven(other)
-        indexers.start(holder)
+        indexers.start_by_faust(holder)
         cluster.router(owner, *SNAPSHOTS)
         now = await indexers.holder("x0", "x1")
         await load()
@@ -139,7 +150,7 @@ async def test_two_indexers_prove_their_state_while_owners_and_indexers_die(
             assert indexers.counts(name)[1] == 0
             assert (indexers.get(name, "/ready") or httpx.Response(0)).status_code == 200
         assert max(rank["device"] for rank in indexers.overlaps(now, prompt(0))) == len(prompt(0)) // BLOCK
-        await cluster.stop(now)
+        await cluster.stop(other)
         await cluster.require_verified()
 
 

@@ -51,13 +51,13 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
     position: Position | None = None
 
 
-class Groups(msgspec.Struct, frozen=True, kw_only=True):
+class Groups(msgspec.Struct, frozen=True):
     """All groups of the system, sorted by model."""
 
     groups: list[GroupEntry]
 
 
-class RankOverlap(msgspec.Struct, frozen=True, kw_only=True):
+class RankOverlap(msgspec.Struct, frozen=True):
     """Leading blocks of a prompt that a worker rank has cached. Each tier continues the tiers before it."""
 
     worker_id: str
@@ -68,7 +68,7 @@ class RankOverlap(msgspec.Struct, frozen=True, kw_only=True):
     store: int
 
 
-class Overlaps(msgspec.Struct, frozen=True, kw_only=True):
+class Overlaps(msgspec.Struct, frozen=True):
     """Cached blocks of a prompt by worker rank. Ranks without any are left out.
 
     Attributes:
@@ -82,7 +82,7 @@ class Overlaps(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[RankOverlap]
 
 
-class Loads(msgspec.Struct, frozen=True, kw_only=True):
+class Loads(msgspec.Struct, frozen=True):
     """Load and cache of each worker rank, and the number of queued requests by pool."""
 
     position: Position
@@ -101,25 +101,24 @@ def build_indexer_app(indexer: Indexer, tokenizers: Tokenizers, hosts: frozenset
     @app.get("/groups", responses={**json_of(Groups), **errors()})
     async def groups() -> Response:
         """Return the groups of the system, with the position of each group that this process has."""
-        return _json(Groups(groups=[_entry(indexer, *one) for one in indexer.groups().items()]))
+        return _json(Groups([_entry(indexer, *one) for one in indexer.groups().items()]))
 
     @app.post(
         "/groups/{model:path}/overlaps", openapi_extra=body_of(PromptBody), responses={**json_of(Overlaps), **asked}
     )
     async def overlaps(request: Request, model: str) -> Response:
         """Return how many leading blocks of a prompt each worker rank has cached, by tier."""
-        replica, prompt, _, block_size = await _asked(request, model)
+        replica, prompt = await _asked(request, model)
         found = sorted(replica.world.index.overlaps(prompt.sequence_hashes).items())
-        ranks = [RankOverlap(worker_id=name, rank=rank, **one._asdict()) for (name, rank), one in found]
-        blocks = len(prompt.sequence_hashes)
-        return _json(Overlaps(position=replica.position(), blocks=blocks, block_size=block_size, ranks=ranks))
+        ranks = [RankOverlap(*key, *overlap) for key, overlap in found]
+        return _json(Overlaps(replica.position(), len(prompt.sequence_hashes), prompt.block_size, ranks))
 
     @app.get("/groups/{model:path}/load", responses={**json_of(Loads), **read})
     async def load(model: str) -> Response:
         """Return the load of each worker rank."""
         replica = _replica(indexer, model)
         queued = {pool: replica.world.queues.waiting(pool) for pool in sorted(replica.world.pools)}
-        return _json(Loads(position=replica.position(), ranks=ranks_of(replica.world), queued=queued))
+        return _json(Loads(replica.position(), ranks_of(replica.world), queued))
 
     @app.post(
         "/groups/{model:path}/select",
@@ -128,8 +127,8 @@ def build_indexer_app(indexer: Indexer, tokenizers: Tokenizers, hosts: frozenset
     )
     async def select(request: Request, model: str) -> Response:
         """Return the worker rank that the router would select now, with all candidates. Nothing is booked."""
-        replica, prompt, lora_name, _ = await _asked(request, model)
-        return _json({"position": replica.position(), **_selection(replica.world, model, prompt, lora_name)})
+        replica, prompt = await _asked(request, model)
+        return _json({"position": replica.position(), **_selection(replica.world, model, prompt)})
 
     @app.get(
         "/groups/{model:path}/index",
@@ -139,19 +138,22 @@ def build_indexer_app(indexer: Indexer, tokenizers: Tokenizers, hosts: frozenset
     async def index(model: str, worker: str = "") -> Response:
         """Return the index as KV events, of one worker or all. Applied to an empty index, they restore it."""
         replica = _replica(indexer, model)
-        lines = (msgspec.json.encode(event) + b"\n" for event in stored_events(replica.world.index, worker))
+        events = [
+            *stored_events(replica.world.index, worker)
+        ]  # 8 bytes per block; the index changes while they are sent
+        lines = (msgspec.json.encode(event) + b"\n" for event in events)
         headers = {POSITION: msgspec.json.encode(replica.position()).decode()}
         return StreamingResponse(lines, media_type=LINES, headers=headers)
 
-    async def _asked(request: Request, model: str) -> tuple[Replica, Prompt, str, int]:
-        """Return the replica of a model, the prompt in the body, its adapter and its block size. Raises ApiError."""
+    async def _asked(request: Request, model: str) -> tuple[Replica, Prompt]:
+        """Return the replica of a model and the prompt in the body. Raises ApiError."""
         body = parse(PromptBody, await read_body(request, BODY_BYTES_MAX))
         token_ids = await tokenizers.encode(card_of(_replica(indexer, model).world), body)
         replica = _replica(indexer, model)  # only now, because the group may have left this process meanwhile
         pool = replica.world.pool_of(model)
         if pool is None:
             raise ApiError(503, "no_pool", f"{model} has no pool yet; start a worker for it")
-        return replica, body.prompt(token_ids, pool.block_size), body.lora_name, pool.block_size
+        return replica, body.prompt(token_ids, pool.block_size)
 
     describe(app, (PromptBody,), (Groups, Overlaps, Loads))
     return app
@@ -187,7 +189,7 @@ def _replica(indexer: Indexer, model: str) -> Replica:
     raise ApiError(421, "other_instance", f"another instance of the indexer has {model}: {known[model]}", "model")
 
 
-def _selection(world: World, model: str, prompt: Prompt, lora_name: str) -> dict[str, Any]:
+def _selection(world: World, model: str, prompt: Prompt) -> dict[str, Any]:
     """Return the response to a route query, and why no rank may take the request. The world stays as it is."""
     event = RouteQueried(
         request_id="indexer",
@@ -196,7 +198,7 @@ def _selection(world: World, model: str, prompt: Prompt, lora_name: str) -> dict
         sequence_hashes=pack_u64(prompt.sequence_hashes),
         reply_slot=0,
         tie_seed=runtime.random_int(SEED_BYTES),
-        lora_name=lora_name,
+        lora_name=prompt.lora_name,
     )
     stamp: Stamp = {"owner_epoch": world.owner_epoch, "seq": world.seq, "consumed": (), "owner_nonce": ""}
     answered = query(world, event, stamp)

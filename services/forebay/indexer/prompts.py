@@ -27,6 +27,8 @@ class Prompt(NamedTuple):
 
     tokens: int
     sequence_hashes: list[int]
+    block_size: int
+    lora_name: str
 
 
 class PromptBody(CheckedBody):
@@ -48,10 +50,12 @@ class PromptBody(CheckedBody):
 
     def prompt(self, token_ids: list[int], block_size: int) -> Prompt:
         """Return the prompt of `block_hashes`, or without these of `token_ids`."""
-        if self.block_hashes is not None:
-            return Prompt(len(self.block_hashes) * block_size, extend_chain(None, self.block_hashes))
-        hashes = block_hashes(pack_u32(token_ids), block_size, hash_seed(self.lora_name, self.cache_salt))
-        return Prompt(len(token_ids), extend_chain(None, hashes))
+        tokens, hashes = len(token_ids), self.block_hashes
+        if hashes is None:
+            hashes = block_hashes(pack_u32(token_ids), block_size, hash_seed(self.lora_name, self.cache_salt))
+        else:
+            tokens = len(hashes) * block_size
+        return Prompt(tokens, extend_chain(None, hashes), block_size, self.lora_name)
 
 
 class Tokenizers:

@@ -45,7 +45,8 @@ async def run(settings: IndexerSettings) -> None:
     """Serve until SIGINT or SIGTERM. Raises ConfigError or LogError."""
     indexer = Indexer(process_registry(), settings.policies)
     new_app = partial(IndexerApp, settings.kafka, indexer, settings.url)
-    await until_signal(serve(settings, indexer), stay_member(f"indexer {settings.url}", new_app, indexer.leave))
+    leave = partial(indexer.assign, (), {})
+    await until_signal(serve(settings, indexer), stay_member(f"indexer {settings.url}", new_app, leave))
 
 
 async def serve(settings: IndexerSettings, indexer: Indexer) -> None:

@@ -4,11 +4,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import get_args
 
-from forebay.core.state.index_scan import ScannedBlocks
 from forebay.core.state.prefix_index import PrefixIndex
 from forebay.events.base import U64_BYTES
 from forebay.events.kv import BlocksStored, StoreBlocksAdded, Tier
-from forebay.events.snapshots import IndexBlocks, IndexCursor, StoreBlocks
+from forebay.events.snapshots import IndexBlocks, StoreBlocks
 
 EVENT_HASHES_MAX = 8_192  # about 90 kB per line
 DUMPED = "index"  # stands for the workers that reported the blocks of shared stores, which the index does not keep
@@ -18,13 +17,9 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 def stored_events(index: PrefixIndex, worker: str = "") -> Iterator[BlocksStored | StoreBlocksAdded]:
     """Yield the blocks of a prefix index as events, sorted by worker, rank and tier, in the order of the index.
 
-    The blocks of shared stores follow those of workers, unless `worker` selects one worker. This call copies all
-    blocks, so the index may change afterwards.
+    The blocks of shared stores follow those of workers, unless `worker` selects one worker.
     """
-    return _events_of([*index.snapshot()], worker)
-
-
-def _events_of(found: list[IndexCursor | ScannedBlocks], worker: str) -> Iterator[BlocksStored | StoreBlocksAdded]:
+    found = [*index.snapshot()]
     parts = [part for part in found if isinstance(part, IndexBlocks) and worker in ("", part.worker_id)]
     parts.sort(key=lambda part: (part.worker_id, part.rank, TIERS.index(part.tier)))
     seqs: Counter[tuple[str, int]] = Counter()

@@ -33,11 +33,6 @@ class Indexer:
         self._assigned, self._addresses = partitions, addresses
         self._changed.set()
 
-    def leave(self) -> None:
-        """Drop all replicas, because Faust may assign their partitions to other processes."""
-        self._assigned, self._addresses = None, {}
-        self._changed.set()
-
     def deliver(self, partition: int, records: list[Record]) -> None:
         replica = self.replicas.get(partition)
         if replica is not None:
