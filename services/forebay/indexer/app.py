@@ -6,13 +6,12 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
-from forebay import runtime
 from forebay.core.dispatch import query
-from forebay.core.world import Stamp, World
-from forebay.events.base import pack_u64
+from forebay.core.world import Stamp
+from forebay.events.base import array_u64
 from forebay.events.names import unknown_name
 from forebay.events.requests import RouteQueried
-from forebay.indexer.prompts import Prompt, PromptBody, Tokenizers
+from forebay.indexer.prompts import PromptBody, Tokenizers
 from forebay.ingress.errors import ApiError
 from forebay.ingress.http.body import read_body
 from forebay.ingress.http.error_handlers import add_errors
@@ -27,8 +26,7 @@ from forebay.live.indexer.indexer import Indexer
 from forebay.live.indexer.replica import Position, Replica
 from forebay.replay.moment import RankFacts, ranks_of
 
-BODY_BYTES_MAX = 32 << 20  # as many token ids as a prompt may have
-SEED_BYTES = 8
+BODY_BYTES_MAX = 8 << 20  # about a million token ids
 POSITION = "x-forebay-position"
 LINES = "application/x-ndjson"
 
@@ -96,7 +94,7 @@ def build_indexer_app(indexer: Indexer, tokenizers: Tokenizers, hosts: frozenset
     app.add_middleware(OriginGuard, hosts=hosts, origins=frozenset(), on_rejected=lambda _: None)
     add_errors(app)
     add_health(app, indexer.registry, indexer.why_not_ready)
-    read, asked = errors(404, 421), errors(*BODY_ERRORS, 404, 421, 422)
+    read, queried = errors(404, 421), errors(*BODY_ERRORS, 404, 421, 422)
 
     @app.get("/groups", responses={**json_of(Groups), **errors()})
     async def groups() -> Response:
@@ -104,14 +102,15 @@ def build_indexer_app(indexer: Indexer, tokenizers: Tokenizers, hosts: frozenset
         return _json(Groups([_entry(indexer, *one) for one in indexer.groups().items()]))
 
     @app.post(
-        "/groups/{model:path}/overlaps", openapi_extra=body_of(PromptBody), responses={**json_of(Overlaps), **asked}
+        "/groups/{model:path}/overlaps", openapi_extra=body_of(PromptBody), responses={**json_of(Overlaps), **queried}
     )
     async def overlaps(request: Request, model: str) -> Response:
         """Return how many leading blocks of a prompt each worker rank has cached, by tier."""
-        replica, prompt = await _asked(request, model)
-        found = sorted(replica.world.index.overlaps(prompt.sequence_hashes).items())
+        replica, asked, block_size = await _asked(request, model)
+        hashes = array_u64(asked.sequence_hashes)
+        found = sorted(replica.world.index.overlaps(hashes).items())
         ranks = [RankOverlap(*key, *overlap) for key, overlap in found]
-        return _json(Overlaps(replica.position(), len(prompt.sequence_hashes), prompt.block_size, ranks))
+        return _json(Overlaps(replica.position(), len(hashes), block_size, ranks))
 
     @app.get("/groups/{model:path}/load", responses={**json_of(Loads), **read})
     async def load(model: str) -> Response:
@@ -123,12 +122,19 @@ def build_indexer_app(indexer: Indexer, tokenizers: Tokenizers, hosts: frozenset
     @app.post(
         "/groups/{model:path}/select",
         openapi_extra=body_of(PromptBody),
-        responses={**content(JSON, "object", "The object of `POST /v1/route`, with `position` and `reason`."), **asked},
+        responses={
+            **content(JSON, "object", "The object of `POST /v1/route`, with `position` and `reason`."),
+            **queried,
+        },
     )
     async def select(request: Request, model: str) -> Response:
         """Return the worker rank that the router would select now, with all candidates. Nothing is booked."""
-        replica, prompt = await _asked(request, model)
-        return _json({"position": replica.position(), **_selection(replica.world, model, prompt)})
+        replica, asked, _ = await _asked(request, model)
+        world = replica.world
+        stamp: Stamp = {"owner_epoch": world.owner_epoch, "seq": world.seq, "consumed": (), "owner_nonce": ""}
+        selected = query(world, asked, stamp)
+        reason = {"reason": selected.reason, "message": selected.message}
+        return _json({"position": replica.position(), **route_of(selected, model, asked.prompt_tokens), **reason})
 
     @app.get(
         "/groups/{model:path}/index",
@@ -145,15 +151,15 @@ def build_indexer_app(indexer: Indexer, tokenizers: Tokenizers, hosts: frozenset
         headers = {POSITION: msgspec.json.encode(replica.position()).decode()}
         return StreamingResponse(lines, media_type=LINES, headers=headers)
 
-    async def _asked(request: Request, model: str) -> tuple[Replica, Prompt]:
-        """Return the replica of a model and the prompt in the body. Raises ApiError."""
+    async def _asked(request: Request, model: str) -> tuple[Replica, RouteQueried, int]:
+        """Return the replica of a model, the prompt in the body, and its block size. Raises ApiError."""
         body = parse(PromptBody, await read_body(request, BODY_BYTES_MAX))
         token_ids = await tokenizers.encode(card_of(_replica(indexer, model).world), body)
         replica = _replica(indexer, model)  # only now, because the group may have left this process meanwhile
         pool = replica.world.pool_of(model)
         if pool is None:
             raise ApiError(503, "no_pool", f"{model} has no pool yet; start a worker for it")
-        return replica, body.prompt(token_ids, pool.block_size)
+        return replica, body.query(model, token_ids, pool.block_size), pool.block_size
 
     describe(app, (PromptBody,), (Groups, Overlaps, Loads))
     return app
@@ -187,19 +193,3 @@ def _replica(indexer: Indexer, model: str) -> Replica:
     if not known[model]:
         raise ApiError(503, "not_assigned", f"no known instance of the indexer has {model} yet; try again soon")
     raise ApiError(421, "other_instance", f"another instance of the indexer has {model}: {known[model]}", "model")
-
-
-def _selection(world: World, model: str, prompt: Prompt) -> dict[str, Any]:
-    """Return the response to a route query, and why no rank may take the request. The world stays as it is."""
-    event = RouteQueried(
-        request_id="indexer",
-        model=model,
-        prompt_tokens=prompt.tokens,
-        sequence_hashes=pack_u64(prompt.sequence_hashes),
-        reply_slot=0,
-        tie_seed=runtime.random_int(SEED_BYTES),
-        lora_name=prompt.lora_name,
-    )
-    stamp: Stamp = {"owner_epoch": world.owner_epoch, "seq": world.seq, "consumed": (), "owner_nonce": ""}
-    answered = query(world, event, stamp)
-    return {**route_of(answered, model, prompt.tokens), "reason": answered.reason, "message": answered.message}

@@ -2,13 +2,14 @@
 
 from collections import OrderedDict
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from forebay import runtime
-from forebay.core.block_hashes import block_hashes, extend_chain, hash_seed
-from forebay.events.base import pack_u32
+from forebay.core.block_hashes import extend_chain, hash_seed, sequence_hashes
+from forebay.events.base import pack_u32, pack_u64
+from forebay.events.requests import RouteQueried
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.model import InvalidModel, Model
 from forebay.ingress.model_cards import open_model
@@ -17,18 +18,10 @@ from forebay.ingress.openai.sampling import PROMPT_TOKENS_MAX, TokenIds
 from forebay.ingress.tokenizer import encode_prompt
 from forebay.transport.models import ModelStore
 
+SEED_BYTES = 8
 LOADED_MAX = 8  # a tokenizer takes 5 to 60 MB of memory
 BlockHash = Annotated[int, Field(ge=0, lt=1 << 64)]
 BlockHashes = Annotated[list[BlockHash], Field(fail_fast=True, min_length=1, max_length=PROMPT_TOKENS_MAX)]
-
-
-class Prompt(NamedTuple):
-    """A prompt of at least one token, with the sequence hash of each full block."""
-
-    tokens: int
-    sequence_hashes: list[int]
-    block_size: int
-    lora_name: str
 
 
 class PromptBody(CheckedBody):
@@ -48,14 +41,23 @@ class PromptBody(CheckedBody):
             raise invalid(f"got {' and '.join(given) or 'no prompt'}; give one of text, token_ids, block_hashes")
         return self
 
-    def prompt(self, token_ids: list[int], block_size: int) -> Prompt:
-        """Return the prompt of `block_hashes`, or without these of `token_ids`."""
-        tokens, hashes = len(token_ids), self.block_hashes
-        if hashes is None:
-            hashes = block_hashes(pack_u32(token_ids), block_size, hash_seed(self.lora_name, self.cache_salt))
+    def query(self, model: str, token_ids: list[int], block_size: int) -> RouteQueried:
+        """Return the route query for `block_hashes`, or without these for `token_ids`."""
+        if self.block_hashes is None:
+            tokens, seed = len(token_ids), hash_seed(self.lora_name, self.cache_salt)
+            hashes = sequence_hashes(pack_u32(token_ids), block_size, seed)
         else:
-            tokens = len(hashes) * block_size
-        return Prompt(tokens, extend_chain(None, hashes), block_size, self.lora_name)
+            tokens = len(self.block_hashes) * block_size
+            hashes = pack_u64(extend_chain(None, self.block_hashes))
+        return RouteQueried(
+            request_id="indexer",
+            model=model,
+            prompt_tokens=tokens,
+            sequence_hashes=hashes,
+            reply_slot=0,
+            tie_seed=runtime.random_int(SEED_BYTES),
+            lora_name=self.lora_name,
+        )
 
 
 class Tokenizers:
