@@ -94,52 +94,31 @@ def build_indexer_app(indexer: Indexer, tokenizers: Tokenizers, hosts: frozenset
     app.add_middleware(OriginGuard, hosts=hosts, origins=frozenset(), on_rejected=lambda _: None)
     add_errors(app)
     add_health(app, indexer.registry, indexer.why_not_ready)
-    read, queried = errors(404, 421), errors(*BODY_ERRORS, 404, 421, 422)
+    _add_reads(app, indexer)
+    _add_queries(app, indexer, tokenizers)
+    describe(app, (PromptBody,), (Groups, Overlaps, Loads))
+    return app
+
+
+def _add_reads(app: FastAPI, indexer: Indexer) -> None:
+    failures = errors(404, 421)
 
     @app.get("/groups", responses={**json_of(Groups), **errors()})
     async def groups() -> Response:
         """Return the groups of the system, with the position of each group that this process has."""
         return _json(Groups([_entry(indexer, *one) for one in indexer.groups().items()]))
 
-    @app.post(
-        "/groups/{model:path}/overlaps", openapi_extra=body_of(PromptBody), responses={**json_of(Overlaps), **queried}
-    )
-    async def overlaps(request: Request, model: str) -> Response:
-        """Return how many leading blocks of a prompt each worker rank has cached, by tier."""
-        replica, asked, block_size = await _asked(request, model)
-        hashes = array_u64(asked.sequence_hashes)
-        found = sorted(replica.world.index.overlaps(hashes).items())
-        ranks = [RankOverlap(*key, *overlap) for key, overlap in found]
-        return _json(Overlaps(replica.position(), len(hashes), block_size, ranks))
-
-    @app.get("/groups/{model:path}/load", responses={**json_of(Loads), **read})
+    @app.get("/groups/{model:path}/load", responses={**json_of(Loads), **failures})
     async def load(model: str) -> Response:
         """Return the load of each worker rank."""
         replica = _replica(indexer, model)
         queued = {pool: replica.world.queues.waiting(pool) for pool in sorted(replica.world.pools)}
         return _json(Loads(replica.position(), ranks_of(replica.world), queued))
 
-    @app.post(
-        "/groups/{model:path}/select",
-        openapi_extra=body_of(PromptBody),
-        responses={
-            **content(JSON, "object", "The object of `POST /v1/route`, with `position` and `reason`."),
-            **queried,
-        },
-    )
-    async def select(request: Request, model: str) -> Response:
-        """Return the worker rank that the router would select now, with all candidates. Nothing is booked."""
-        replica, asked, _ = await _asked(request, model)
-        world = replica.world
-        stamp: Stamp = {"owner_epoch": world.owner_epoch, "seq": world.seq, "consumed": (), "owner_nonce": ""}
-        selected = query(world, asked, stamp)
-        reason = {"reason": selected.reason, "message": selected.message}
-        return _json({"position": replica.position(), **route_of(selected, model, asked.prompt_tokens), **reason})
-
     @app.get(
         "/groups/{model:path}/index",
         response_class=Response,
-        responses={**content(LINES, "string", "KV events, one per line."), **read},
+        responses={**content(LINES, "string", "KV events, one per line."), **failures},
     )
     async def index(model: str, worker: str = "") -> Response:
         """Return the index as KV events, of one worker or all. Applied to an empty index, they restore it."""
@@ -151,6 +130,38 @@ def build_indexer_app(indexer: Indexer, tokenizers: Tokenizers, hosts: frozenset
         headers = {POSITION: msgspec.json.encode(replica.position()).decode()}
         return StreamingResponse(lines, media_type=LINES, headers=headers)
 
+
+def _add_queries(app: FastAPI, indexer: Indexer, tokenizers: Tokenizers) -> None:
+    failures = errors(*BODY_ERRORS, 404, 421, 422)
+
+    @app.post(
+        "/groups/{model:path}/overlaps", openapi_extra=body_of(PromptBody), responses={**json_of(Overlaps), **failures}
+    )
+    async def overlaps(request: Request, model: str) -> Response:
+        """Return how many leading blocks of a prompt each worker rank has cached, by tier."""
+        replica, asked, block_size = await _asked(request, model)
+        hashes = array_u64(asked.sequence_hashes)
+        found = sorted(replica.world.index.overlaps(hashes).items())
+        ranks = [RankOverlap(*key, *overlap) for key, overlap in found]
+        return _json(Overlaps(replica.position(), len(hashes), block_size, ranks))
+
+    @app.post(
+        "/groups/{model:path}/select",
+        openapi_extra=body_of(PromptBody),
+        responses={
+            **content(JSON, "object", "The object of `POST /v1/route`, with `position` and `reason`."),
+            **failures,
+        },
+    )
+    async def select(request: Request, model: str) -> Response:
+        """Return the worker rank that the router would select now, with all candidates. Nothing is booked."""
+        replica, asked, _ = await _asked(request, model)
+        world = replica.world
+        stamp: Stamp = {"owner_epoch": world.owner_epoch, "seq": world.seq, "consumed": (), "owner_nonce": ""}
+        selected = query(world, asked, stamp)
+        reason = {"reason": selected.reason, "message": selected.message}
+        return _json({"position": replica.position(), **route_of(selected, model, asked.prompt_tokens), **reason})
+
     async def _asked(request: Request, model: str) -> tuple[Replica, RouteQueried, int]:
         """Return the replica of a model, the prompt in the body, and its block size. Raises ApiError."""
         body = parse(PromptBody, await read_body(request, BODY_BYTES_MAX))
@@ -160,9 +171,6 @@ def build_indexer_app(indexer: Indexer, tokenizers: Tokenizers, hosts: frozenset
         if pool is None:
             raise ApiError(503, "no_pool", f"{model} has no pool yet; start a worker for it")
         return replica, body.query(model, token_ids, pool.block_size), pool.block_size
-
-    describe(app, (PromptBody,), (Groups, Overlaps, Loads))
-    return app
 
 
 def _json(answer: Any) -> Response:
