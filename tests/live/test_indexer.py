@@ -104,8 +104,10 @@ def test_a_replica_equals_its_owner_whatever_faust_delivers(
         patch("forebay.transport.base.PAGE_RECORDS", 3),
         patch.object(recorded, "PAGE_RECORDS", 3),
         patch.object(delivered_log, "QUIET_S", 0.001),
+        patch.object(replica.logger, "error") as failed,
     ):
         asyncio.run(run())
+    failed.assert_not_called()
 
 
 class Counted(SharedLog):
