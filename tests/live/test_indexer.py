@@ -110,6 +110,31 @@ def test_a_replica_equals_its_owner_whatever_faust_delivers(
     failed.assert_not_called()
 
 
+STORED = [Record(INPUTS[0].name, 0, offset, 0, b"%d" % offset) for offset in range(30)]
+operations = st.lists(st.tuples(st.booleans(), st.integers(0, 29), st.integers(1, 9)), max_size=40)
+
+
+@given(operations)
+def test_a_read_returns_the_records_of_the_log_whatever_was_delivered(
+    given_operations: list[tuple[bool, int, int]],
+) -> None:
+    async def run() -> None:
+        log = SqliteLog.open(None)
+        await log.append([Draft(one.topic, 0, one.value) for one in STORED])
+        delivered = DeliveredLog(log, 0)
+        for is_delivery, offset, count in given_operations:
+            if is_delivery:
+                delivered.deliver(STORED[offset : offset + count])
+                continue
+            found = await delivered.read(INPUTS[0].name, 0, offset, count)
+            assert found
+            assert [one.value for one in found] == [one.value for one in STORED[offset : offset + len(found)]]
+            assert len(found) <= count
+        log.close()
+
+    asyncio.run(run())
+
+
 class Counted(SharedLog):
     """A log that lists the topics that were read."""
 
