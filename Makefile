@@ -156,12 +156,12 @@ cookbook: $(READY) ## run the commands of docs/cookbook.md and update their outp
 	@$(BIN)/python -m tests.cli.pages
 
 lock: $(READY) lock-engines lock-clients ## update all locked requirements, with hashes
-	@$(UV) $(COMPILE) --extra router --extra kubernetes --extra planner --group dev pyproject.toml -o requirements/base.txt
+	@$(UV) $(COMPILE) --extra indexer --extra kubernetes --extra planner --group dev pyproject.toml -o requirements/base.txt
 	@$(UV) $(COMPILE) requirements/nixl.in --override requirements/nixl-overrides.txt -o requirements/nixl.txt
 	@$(UV) $(COMPILE) requirements/gateway.in -o requirements/gateway.txt
 
 lock-engines: $(READY) ## update the locked requirements of .venv-engines, with hashes
-	@$(UV) $(COMPILE) --extra router --group build --group test pyproject.toml requirements/engines.in \
+	@$(UV) $(COMPILE) --extra indexer --group build --group test pyproject.toml requirements/engines.in \
 	    --override requirements/engines-overrides.txt -o requirements/engines.txt
 
 lock-clients: $(READY) ## update the locked requirements of .venv-clients and the packages of deno.json, with hashes

@@ -69,7 +69,7 @@ def test_an_installed_wheel_serves_from_another_folder_and_names_missing_extras(
     assert "forebay control drain" in output(programs / "forebay", "control", "drain", "--help", cwd=folder)
     row = {"timestamp": 0, "input_length": 10, "output_length": 1, "hash_ids": [0]}
     (folder / "load.jsonl").write_text(json.dumps(row) + "\n")
-    for extra, package, arguments in (("router", "faust", ["router"]), ("fit", "numpy", ["fit", "run.db"])):
+    for extra, package, arguments in (("indexer", "faust", ["indexer"]), ("fit", "numpy", ["fit", "run.db"])):
         run = ran(programs / "forebay", *arguments, cwd=folder)
         remedy = f"requires the package {package}; install it with: pip install 'forebay[{extra}]'\n"
         assert (run.returncode, run.stderr.endswith(remedy), run.stderr.count("\n")) == (2, True, 1), run.stderr

@@ -451,7 +451,7 @@ def test_topics_are_listed_as_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "package", "arguments"), [("router", "faust", ["router"]), ("fit", "numpy", ["fit", "run.db"])]
+    ("extra", "package", "arguments"), [("indexer", "faust", ["indexer"]), ("fit", "numpy", ["fit", "run.db"])]
 )
 def test_a_missing_extra_is_named_in_one_line(
     extra: str, package: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -465,4 +465,4 @@ def test_a_missing_extra_is_named_in_one_line(
 
 def test_a_package_that_replaced_itself_when_imported_is_not_missing() -> None:
     import_module("faust")
-    extras.require_extra("router", "forebay router", "faust")
+    extras.require_extra("indexer", "forebay indexer", "faust")

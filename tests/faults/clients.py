@@ -18,12 +18,11 @@ from forebay.ingress.prepare import PreparedRequest
 from forebay.ingress.streams import Stream
 from forebay.transport.base import Draft, LogError
 from tests.faults.cluster import Cluster
-from tests.faults.coordinator import PARTITION
 from tests.faults.effects import Violation
 from tests.faults.invariants import planned_outcome
 from tests.faults.plan import PlannedRequest
 from tests.faults.process import Process
-from tests.faults.services import BLOCK, GROUP
+from tests.faults.services import BLOCK, GROUP, PARTITION
 
 PATIENCE_S = 8.0  # a client tries again for this long while its ingress is not ready
 RETRY_S = 0.2

@@ -18,7 +18,6 @@ from forebay.transport.base import Draft, Log, LogError, LogUnavailable
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from tests.faults.broker import Broker, Faults
-from tests.faults.coordinator import PARTITION, Coordinator
 from tests.faults.effects import Violation
 from tests.faults.invariants import LogChecks
 from tests.faults.kafka.client import HOST, Host
@@ -32,6 +31,7 @@ from tests.faults.runtime import EPOCH_NS
 from tests.faults.services import (
     BLOCK,
     GROUP,
+    PARTITION,
     Connections,
     IngressService,
     RouterService,
@@ -107,7 +107,6 @@ class Cluster:
         for member in self._router_members():
             member.rules = OWN_RULES
         self._blocked_s = 0.0
-        self._coordinator = Coordinator(loop, str(plan.seed), self._is_cut)
         self._is_healed = False
 
     def start(self) -> None:
@@ -160,7 +159,6 @@ class Cluster:
         """End all faults and start all services that do not run."""
         self._is_healed = True
         self.broker.down = self.broker.full = self._store.down = self.kafka.is_stale = False
-        self._coordinator.wrong = None
         for member in self.members.values():
             member.lease_cut = False
             member.down = int(member.is_lost)
@@ -174,7 +172,6 @@ class Cluster:
                 member.process.runtime.set_rate(1.0)
             elif not member.is_lost:
                 self._start(member)
-        self._coordinator.rebalance()
 
     def wall_us(self) -> int:
         """Return the wall clock of clients in microseconds since 1970."""
@@ -205,9 +202,6 @@ class Cluster:
     def _running(self) -> list[Member]:
         return [one for one in self.members.values() if one.process is not None and one.process.alive]
 
-    def _is_cut(self, process: Process) -> bool:
-        return self.broker.down or self.members[process.name].faults.cut
-
     def _count(self, kind: str) -> None:
         self.fired[kind] += 1
 
@@ -236,7 +230,7 @@ class Cluster:
             router=RouterConfig(),
         )
         if name.startswith("r"):
-            return RouterService(sizes, self._coordinator)
+            return RouterService(sizes)
         if name.startswith("w"):
             return WorkerService(sizes)
         return IngressService(MODEL, int(name[1:]), TIMEOUT_S)
@@ -360,12 +354,6 @@ class Cluster:
                 store.flush()
             case "lease_clock_jump":
                 store.skew_ms += fault.amount
-            case "rebalance":
-                self._coordinator.move()
-            case "split_brain":
-                self._assign_wrongly(end_s, lambda labels: labels)
-            case "no_owner":
-                self._assign_wrongly(end_s, lambda _: [])
             case "leader_change":
                 self.kafka.change_leaders()
             case "stale_metadata":
@@ -420,16 +408,6 @@ class Cluster:
         self._later(STALE_S / 2, process.resume)
         self._later(STALE_S, lambda: self._hear(owner))
         self._later(STALE_S, lambda: self._hear(worker))
-
-    def _assign_wrongly(self, end_s: float, wrong: Callable[[list[str]], list[str]]) -> None:
-        self._coordinator.wrong = wrong
-        self._coordinator.rebalance()
-
-        def right() -> None:
-            self._coordinator.wrong = None
-            self._coordinator.rebalance()
-
-        self._later(end_s, right)
 
     def _keep_down(self, member: Member, seconds: float) -> None:
         """Keep a service down, and start it again after some seconds."""

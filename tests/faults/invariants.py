@@ -25,10 +25,9 @@ from forebay.events.topics import DECISIONS, FLEET, REQUESTS, TOKENS, Topic, wor
 from forebay.events.work import WorkItem
 from forebay.transport.base import Record
 from forebay.workers.engines.mock.outputs import sampler_seed
-from tests.faults.coordinator import PARTITION
 from tests.faults.effects import Effects, Violation
 from tests.faults.plan import PlannedRequest
-from tests.faults.services import VOCABULARY, WorkerService
+from tests.faults.services import PARTITION, VOCABULARY, WorkerService
 
 
 def expected_tokens(request_id: str, prompt: bytes, sampling: Sampling) -> list[int]:

@@ -18,8 +18,8 @@ PROCESS_KINDS = (
     "lease_error", "lease_response_lost", "spurious_wake", "clock_jump", "clock_drift",
 )  # fmt: skip
 SYSTEM_KINDS = (
-    "broker_down", "disk_full", "lease_store_down", "lease_flush", "lease_expiry", "lease_clock_jump", "rebalance",
-    "split_brain", "no_owner", "foreign_record",
+    "broker_down", "disk_full", "lease_store_down", "lease_flush", "lease_expiry", "lease_clock_jump",
+    "foreign_record",
 )  # fmt: skip
 CLIENT_KINDS = ("disconnect", "repeated_id", "read_elsewhere")
 KAFKA_KINDS = ("leader_change", "stale_metadata", "group_rebalance")
@@ -40,7 +40,7 @@ class Fault(msgspec.Struct, frozen=True):
     """One fault.
 
     Attributes:
-        target: service that it hits; empty for the broker, the lease store and the group of routers.
+        target: service that it hits; empty for the broker and the lease store.
         duration_ms: how long it lasts, or how long a killed process stays down. A `loss` has no end. An `upgrade` stops
             a router in order, and starts it with the other decision rules after this time.
         amount: strength: number of failing calls, factor of a slowdown, or size of a clock jump in milliseconds. Of a
@@ -254,7 +254,7 @@ def _draw_fault(random: Random, plan: Plan, kind: str) -> Fault:
             pass
     at_ms = random.randrange(0 if random.random() < 0.1 else FIRST_MS, SPAN_MS)
     duration_ms = random.choice((100, 500, 1_500, 4_000))
-    if kind in ("disk_full", "no_owner"):
+    if kind == "disk_full":
         duration_ms = min(duration_ms, 1_500)
     return Fault(at_ms, kind, target, duration_ms, amount)
 

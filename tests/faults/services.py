@@ -29,10 +29,10 @@ from forebay.transport.models import ModelStore
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
 from forebay.workers.runtime.worker import Worker
-from tests.faults.coordinator import Coordinator
 from tests.faults.process import Process
 
 GROUP = "model"
+PARTITION = 0  # control partition of the group
 BLOCK = 4
 VOCABULARY = tuple(range(100, 612))
 LEASE_TTL_S = 3.0
@@ -71,10 +71,9 @@ class Sizes:
 
 
 class RouterService:
-    def __init__(self, sizes: Sizes, coordinator: Coordinator) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         self.router: Router | None = None
         self._sizes = sizes
-        self._coordinator = coordinator
         self._stopping = False
 
     async def run(self, process: Process, to: Connections) -> None:
@@ -92,13 +91,9 @@ class RouterService:
         self.router = Router(
             to.log, to.leases, directory, settings, CollectorRegistry(), ingress_leases=to.ingress_leases
         )
-        self._coordinator.join(process, self.router)
         if self._stopping:
             await self.router.stop()
-        try:
-            await self.router.run()
-        finally:
-            self._coordinator.leave(process)
+        await self.router.run()
 
     async def stop(self) -> None:
         """Stop in order, as after SIGTERM."""

@@ -26,7 +26,6 @@ from forebay.transport.base import Log, LogError, Record
 from tests.faults.broker import Broker, Faults
 from tests.faults.clients import FOREIGN_SLOTS, Client
 from tests.faults.cluster import Cluster
-from tests.faults.coordinator import PARTITION
 from tests.faults.effects import Violation
 from tests.faults.invariants import check_worker, check_world
 from tests.faults.kafka.clients import KafkaClient
@@ -35,7 +34,7 @@ from tests.faults.loop import NS_PER_S, START_NS, Livelocked, Stalled, VirtualLo
 from tests.faults.plan import SPAN_MS, Plan
 from tests.faults.process import Process
 from tests.faults.rules import OTHER_RULES, OWN_RULES, Rules
-from tests.faults.services import GROUP
+from tests.faults.services import GROUP, PARTITION
 
 FAULTS_END_S = SPAN_MS / 1000 + 2.0
 # Everything must have ended this long after the faults: the longest deadline, twice the recovery of a lost group, and

@@ -16,7 +16,6 @@ from forebay.events.codec import decode
 from forebay.events.decisions import Advanced, OwnerClaimed, RequestHeld, RequestRouted, Sealed
 from forebay.events.topics import DECISIONS
 from tests.depth import sampled
-from tests.faults.coordinator import PARTITION
 from tests.faults.effects import Effects, Violation
 from tests.faults.loop import VirtualLoop
 from tests.faults.plan import (
@@ -34,6 +33,7 @@ from tests.faults.plan import (
 from tests.faults.process import Process
 from tests.faults.rules import OTHER_RULES, OWN_RULES
 from tests.faults.search import kind_of, shrink, simulate_seed
+from tests.faults.services import PARTITION
 from tests.faults.simulation import Result, simulate
 from tests.harness.samples import example
 
@@ -69,7 +69,8 @@ def test_an_operator_starts_the_rules_of_a_lost_owner_again() -> None:
     faults = (Fault(3_000, "upgrade", "r0", 100), Fault(5_000, "loss", "r1"))
     result = simulate(calm_plan(faults=faults, requests=steady_requests(30)))
     assert (result.violation, result.outcomes) == ("", {"finished length": 30})
-    assert claimed_rules(result) == [OWN_RULES, OWN_RULES]
+    rules = claimed_rules(result)
+    assert (len(rules) > 1, set(rules)) == (True, {OWN_RULES})
 
 
 def test_effects_of_aborts_commands_and_queries_follow_the_journal() -> None:

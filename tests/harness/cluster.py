@@ -344,8 +344,8 @@ class Cluster:
         await self.until(what, lambda: self.members(group), are, within_s=within_s)
 
     async def until_joined(self, router: str) -> None:
-        """Wait until a router is a member of the consumer group. Raises ProcessError."""
-        text = f"router {router} is a member of"
+        """Wait until a router follows its groups. Raises ProcessError."""
+        text = f"router {router} follows the groups of"
         await self.until(f"{router} runs", self.processes[router].output, lambda output: text in output)
 
     async def until_serving(self, workers: int, group: str = GROUP) -> None:

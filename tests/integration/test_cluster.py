@@ -1,9 +1,6 @@
 """Takeovers between real processes: complete responses for clients and a verified journal."""
 
-import sys
-import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,8 +10,8 @@ import pytest_asyncio
 from forebay.events.fleet import WorkerLost
 from forebay.events.topics import FLEET
 from tests.harness.cluster import GROUP, Cluster, Ownership
-from tests.integration.conftest import RUN, MakeCluster, cluster_fixture
-from tests.integration.stream_clients import BLOCK, StreamClients, StreamResult, post, problems, prompt, stream_clients
+from tests.integration.conftest import MakeCluster, cluster_fixture
+from tests.integration.stream_clients import BLOCK, StreamClients, StreamResult, post, problems, prompt
 
 WORKERS = ("w1", "w2", "w3")
 SLOW = ("--speedup", "0.1")  # about 57 ms per token, so streams last longer than a takeover
@@ -23,7 +20,6 @@ STREAMS = 12
 ASK_EVERY_S = 0.1
 PATIENCE_S = 60.0
 WARM = 40  # prompts
-FAUST = Path(sys.executable).with_name("faust")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 running = cluster_fixture("cluster", ("r1", "r2"), WORKERS, ("i1", "i2"), worker=SLOW)
@@ -163,25 +159,6 @@ async def test_all_prefixes_are_found_after_a_takeover(cluster: Cluster, clients
     assert await cluster.owner() != owner
     assert [(one.worker, one.cached_tokens) for one in warm] == [(one.worker, 6 * BLOCK) for one in cold]
     await check_journal(cluster, clients)
-
-
-async def test_faust_runs_a_router(make_cluster: MakeCluster, redis_url: str) -> None:
-    """A router that Faust's own command line runs owns a group, and hands it over like `forebay router`."""
-    prompts = [prompt(number) for number in range(8)]
-    async with make_cluster("faust") as cluster:
-        settings = {"KAFKA": cluster.settings.bootstrap, "REDIS": redis_url, "NAMESPACE": f"{RUN}-faust", "ID": "faust"}
-        environment = [f"FOREBAY_{name}={value}" for name, value in settings.items()]
-        app = ("-A", "forebay.cli.processes.faust_router", "worker", "-l", "warn")
-        cluster.processes.start("faust", ["/usr/bin/env", *environment, str(FAUST), *app])
-        await cluster.serve(routers=())
-        async with stream_clients(list(cluster.urls.values()), uuid.uuid4().hex[:8]) as clients:
-            assert problems(await clients.answers(prompts, SHORT), SHORT) == []
-            assert await cluster.owner() == "faust"
-            cluster.router("r2")
-            await cluster.processes.stop("faust", within_s=PATIENCE_S)
-            assert problems(await clients.answers(prompts, SHORT), SHORT) == []
-        assert await cluster.owner() == "r2"
-        await cluster.require_verified()
 
 
 async def test_a_healthy_start_and_stop_log_no_error_and_each_event_once(make_cluster: MakeCluster) -> None:

@@ -1,34 +1,37 @@
-"""Routers stay members of their consumer group while idle, and report crashes of the consumer."""
+"""Indexers stay members of their consumer group while idle, and report crashes of the consumer."""
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from aiokafka.errors import GroupAuthorizationFailedError
 
-from forebay.live.router.faust_app import RouterApp
-from forebay.live.router.faust_feed import Feed
-from forebay.transport.base import LogError, LogUnavailable
+from forebay.live.indexer.faust_app import IndexerApp
+from forebay.transport.base import LogError, LogUnavailable, Record
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicPlan, create_topics
 
 PLAN = TopicPlan(groups=1, slots=2, replies=2, kafka_api=2)
 POLL_INTERVAL_MS = 3_000  # the default is five minutes
 PATIENCE_S = 90.0
+URL = "http://127.0.0.1:1"
 
 
 class Member:
-    """Faust app of a router, with its current control partitions."""
+    """Faust app of an indexer, with its current control partitions."""
 
     def __init__(self, settings: KafkaSettings) -> None:
-        self.partitions: set[int] | None = None
-        self.app = RouterApp(settings, Feed(), self._assign, POLL_INTERVAL_MS)
+        self.partitions: Collection[int] | None = None
+        self.app = IndexerApp(settings, self, URL, POLL_INTERVAL_MS)  # type: ignore[arg-type]
 
-    def _assign(self, partitions: set[int]) -> None:
+    def assign(self, partitions: Collection[int], _addresses: Mapping[int, str]) -> None:
         self.partitions = partitions
+
+    def deliver(self, partition: int, records: list[Record]) -> None:
+        """Ignore records; these tests write none."""
 
 
 @pytest.fixture
@@ -40,7 +43,7 @@ async def settings(kafka: str, namespace: str) -> KafkaSettings:
 
 @asynccontextmanager
 async def member(settings: KafkaSettings) -> AsyncIterator[Member]:
-    """Run a member of the consumer group of routers."""
+    """Run a member of the consumer group of indexers."""
     joined = Member(settings)
     joined.app.finalize()
     await joined.app.start()
@@ -89,7 +92,7 @@ async def test_a_crashed_app_is_reported(settings: KafkaSettings) -> None:
         assert not joined.app.is_member
 
 
-async def test_a_router_joins_again_after_a_crash_of_its_app(settings: KafkaSettings) -> None:
+async def test_an_indexer_joins_again_after_a_crash_of_its_app(settings: KafkaSettings) -> None:
     async with member(settings) as crashed:
         await until(lambda: crashed.partitions == {0})
         await crashed.app.crash(RuntimeError("out of luck"))
@@ -99,7 +102,7 @@ async def test_a_router_joins_again_after_a_crash_of_its_app(settings: KafkaSett
         await until(lambda: joined.partitions == {0})
 
 
-async def test_a_router_that_may_not_join_ends(settings: KafkaSettings) -> None:
+async def test_an_indexer_that_may_not_join_ends(settings: KafkaSettings) -> None:
     async with member(settings) as denied:
         await denied.app.crash(GroupAuthorizationFailedError("router"))
         with pytest.raises(LogError, match="GroupAuthorizationFailed") as caught:

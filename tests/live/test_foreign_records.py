@@ -352,7 +352,6 @@ async def forge(log: SqliteLog, kind: str, records: list[JournalRecord]) -> int:
 async def owning(system: System, log: SharedLog | None = None, **options: Any) -> AsyncIterator[Router]:
     """Run a router until it owns the group."""
     async with routing(system, "new", log, **options) as router:
-        router.assign({0})
         await until(lambda: 0 in router.owners)
         yield router
 
@@ -439,7 +438,6 @@ async def test_a_stopped_standby_is_not_ready_and_is_no_standby(log: SqliteLog) 
         async with background(RouterHeartbeats(log, MODEL).follow(0)), routing(system, "new", losing(system)) as router:
             registry = CollectorRegistry()
             registry.register(ReadinessMetrics(router))
-            router.assign({0})
             await until(lambda: not ready(router)[0])
             assert "the log lost 1 journal records before it" in ready(router)[1]
             assert registry.get_sample_value("forebay_router_blocked", {"group": MODEL}) == 1
@@ -482,7 +480,6 @@ async def test_a_stopped_standby_follows_again_after_a_planned_stop(log: SqliteL
     async with System(log).started(workers=2) as system:
         await serve_unsealed(system, "a", "b")
         async with routing(system, "new", losing(system)) as router:
-            router.assign({0})
             await until(lambda: not ready(router)[0])
             await admit(system, 2)
             await until(lambda: 0 in router.owners)

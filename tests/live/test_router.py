@@ -45,8 +45,7 @@ async def beat(log: SqliteLog, **fields: Any) -> int:
 
 
 async def until_owned(router: Router, workers: int = 1) -> Owner:
-    """Assign the group to the router, and wait until it owns the group and has admitted the workers."""
-    router.assign({0})
+    """Wait until the router owns the group and has admitted the workers."""
     await until(lambda: 0 in router.owners and len(router.owners[0].world.fleet) == workers)
     return router.owners[0]
 
@@ -95,17 +94,17 @@ class PausedLog(SharedLog):
         await self.running.wait()
 
 
-async def test_a_group_moves_with_its_assignment_and_the_next_owner_starts_warm(log: SqliteLog) -> None:
-    async with System(log).started(workers=2) as system, routing(system, "a") as a, routing(system, "b") as b:
-        await until_owned(a, workers=2)
+async def test_a_group_moves_to_the_preferred_router_which_starts_warm(log: SqliteLog) -> None:
+    """The first router by name is preferred for partition 0."""
+    async with System(log).started(workers=2) as system, routing(system, "b") as b:
+        await until_owned(b, workers=2)
         await system.serve("first", PREFIX)
-        a.assign(set())
-        b.assign({0})
-        await until(lambda: 0 in b.owners and 0 not in a.owners)
-        await system.serve("second", PREFIX)
-        assert (await proven(log)).claims == 2
-        (sealed,), (_, claim) = system.decisions(Sealed), system.decisions(OwnerClaimed)
-        assert 0 < sealed.at_us <= claim.previous_seen_us <= claim.at_us
+        async with routing(system, "a") as a:
+            await until(lambda: 0 in a.owners and 0 not in b.owners)
+            await system.serve("second", PREFIX)
+            assert (await proven(log)).claims == 2
+            (sealed,), (_, claim) = system.decisions(Sealed), system.decisions(OwnerClaimed)
+            assert 0 < sealed.at_us <= claim.previous_seen_us <= claim.at_us
 
 
 async def test_a_removed_group_leaves_its_partition_to_another(log: SqliteLog) -> None:
@@ -119,13 +118,12 @@ async def test_a_removed_group_leaves_its_partition_to_another(log: SqliteLog) -
         assert router.owners == {}
         await log.append([Draft(GROUPS.name, 0, encode(GROUPS, GroupPlaced(group="another", partition=0)), b"another")])
         system.join("w1", model="another")  # in the pool that the removed model has configured
-        router.assign({0})
         await until(lambda: 0 in router.owners and len(router.owners[0].world.fleet) == 1)
         assert [member.group for member in router.members.values()] == ["another"]
         assert (await proven(log)).claims == 2
 
 
-async def test_a_standby_without_an_assignment_takes_over_from_a_silent_owner(log: SqliteLog) -> None:
+async def test_a_standby_takes_over_from_a_silent_owner_which_is_not_preferred_when_it_returns(log: SqliteLog) -> None:
     paused = PausedLog(log)
     async with (
         System(log).started(workers=1) as system,
@@ -142,62 +140,25 @@ async def test_a_standby_without_an_assignment_takes_over_from_a_silent_owner(lo
         paused.running.set()
         await until(lambda: 0 not in silent.owners)
         await system.serve("afterwards", PREFIX)
-        silent.assign({0})  # the consumer group prefers the fenced router, but the other one owns the group
         await until_more_beats(log)
         assert 0 in standby.owners
         assert (await proven(log)).claims == 2
 
 
-async def test_one_router_owns_the_group_while_others_claim_join_and_leave(log: SqliteLog) -> None:
-    """The consumer group assigns `a`, `b` claims, `c` joins and is assigned, and `a` comes back."""
-    paused = PausedLog(log)
-    async with (
-        System(log).started(workers=1) as system,
-        routing(system, "a", paused) as a,
-        routing(system, "b") as b,
-        routing(system, "c") as c,
-    ):
-        await until_owned(a)
-        await until(lambda: heartbeats(log, "owner") and heartbeats(log, "standby"))
-        c.assign(set())
-        paused.running.clear()
-        await until(lambda: 0 in b.owners or 0 in c.owners)
-        first, other = (b, c) if 0 in b.owners else (c, b)
-        first.assign(set())
-        other.assign({0})
-        await until(lambda: 0 in other.owners and 0 not in first.owners)
-        paused.running.set()
-        await until(lambda: 0 not in a.owners)
-        await system.serve("one", PREFIX)
-        assert [0 in router.owners for router in (a, first, other)] == [False, False, True]
-        assert (await proven(log)).claims == 3
-
-
-async def test_an_owner_keeps_its_group_if_the_assigned_router_does_not_follow_it(log: SqliteLog) -> None:
-    async with System(log).started(workers=1) as system, routing(system, "a") as router:
-        await until_owned(router)
-        router.assign(set())
-        await until_more_beats(log)
-        await system.serve("one", PREFIX)
-        assert 0 in router.owners
-        assert (await proven(log)).claims == 1
-
-
 async def test_an_owner_hands_over_only_to_a_router_with_its_rules(log: SqliteLog) -> None:
     async def follow(version: int) -> None:
         position = router.owners[0].journal.end
-        standby = {"router_id": "b", "role": "standby", "preferred": True, "position": position}
+        standby = {"router_id": "a", "role": "standby", "preferred": True, "position": position}
         await beat(log, core_version=version, **standby)
 
-    async with System(log).started(workers=1) as system, routing(system, "a") as router:
+    async with System(log).started(workers=1) as system, routing(system, "b") as router:
         await until_owned(router)
-        router.assign(set())
         await follow(CORE_VERSION + 1)
         await until_more_beats(log)
         assert 0 in router.owners
         await follow(CORE_VERSION)
         await until(lambda: 0 not in router.owners)
-        await until(lambda: 0 in router.owners)  # there is no router b that claims
+        await until(lambda: 0 in router.owners)  # there is no router a that claims
 
 
 @pytest.mark.slow
@@ -228,10 +189,9 @@ async def test_a_standby_follows_again_after_a_log_error(log: SqliteLog) -> None
     failing.is_away = True
     async with (
         System(log).started(workers=1) as system,
-        routing(system, "a") as owner,
+        routing(system, "a"),
         routing(system, "b", failing) as router,
     ):
-        owner.assign({0})
         await system.serve("first", PREFIX)
         await until(lambda: failing.refused > 2)
         failing.is_away = False
@@ -273,7 +233,6 @@ async def test_a_router_does_not_claim_an_unsealed_journal_of_other_rules(log: S
             def is_blocked() -> float | None:
                 return registry.get_sample_value("forebay_router_blocked", {"group": MODEL})
 
-            router.assign({0})
             end = log.next_offset(HEARTBEATS.name, 0)
             await until(is_blocked)
             assert ready(router) == (False, BLOCKED)
@@ -306,8 +265,7 @@ async def following(log: SqliteLog, clock: Clock) -> AsyncIterator[RouterHeartbe
 
 async def test_owner_and_standby_write_heartbeats(log: SqliteLog) -> None:
     card = "c" * 64
-    async with System(log).started(workers=2, card=card) as system, routing(system, "a") as owner, routing(system, "b"):
-        owner.assign({0})
+    async with System(log).started(workers=2, card=card) as system, routing(system, "a"), routing(system, "b"):
         await until(lambda: any((one.ready_aggregated, one.card) == (2, card) for one in heartbeats(log, "owner")))
         await until(lambda: any(one.position for one in heartbeats(log, "standby")))
     claims = [(offset, one) for offset, one in enumerate(system.decisions()) if isinstance(one, OwnerClaimed)]
@@ -339,7 +297,6 @@ async def test_an_owner_with_a_stuck_loop_writes_no_heartbeats_and_is_replaced(l
         routing(system, "a", SharedLog(log, hook)) as stuck,
         routing(system, "b") as other,
     ):
-        stuck.assign({0})
         await until(lambda: any(one.ready_aggregated for one in heartbeats(log, "owner")))
         system.send(submitted("one", [1, 2, 3, 4]))
         await is_stuck.wait()
@@ -410,7 +367,7 @@ class Watch:
         self.log = log
         self.standby = Standby(log, 0)
         self.heartbeats = RouterHeartbeats(log, MODEL)
-        self.is_assigned = True
+        self.is_preferred = True
         self.probes = 0
         self.probe: Callable[[], Awaitable[int | None]] = self.beat
 
@@ -438,7 +395,7 @@ class Watch:
             self.probes += 1
             return await self.probe()
 
-        watch = Succession(self.standby, self.heartbeats, "b", lambda: self.is_assigned, probe, Backoff())
+        watch = Succession(self.standby, self.heartbeats, "b", lambda: self.is_preferred, probe, Backoff())
         return asyncio.create_task(watch.until_due())
 
 
@@ -508,25 +465,26 @@ async def test_a_released_group_is_claimed_at_once(watch: Watch, monkeypatch: py
     assert watch.probes == 0
 
 
-async def test_only_the_assigned_router_claims_at_the_start(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_routers_that_start_together_wait_for_the_heartbeats_of_each_other(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(succession, "START_S", 1_000.0)
     monkeypatch.setattr(succession, "SILENT_S", 0.0)
     monkeypatch.setattr(succession, "STAGGER_S", 0.0)
-    watch.is_assigned = False
     monkeypatch.setattr(Standby, "seal", 0)  # the last owner stopped as planned
     due = watch.begin()
     await watch.heard_other()
     assert not due.done()
-    watch.is_assigned = True
+    monkeypatch.setattr(succession, "START_S", 0.0)
     watch.heartbeats.changed.set()
     await require_due(due)
 
 
-async def test_a_router_that_starts_after_the_owner_died_does_not_wait_for_the_consumer_group(
+async def test_a_router_that_starts_after_the_owner_died_waits_for_silence_only(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(succession, "START_S", 1_000.0)
-    watch.is_assigned = False
+    watch.is_preferred = False
     await require_due(watch.begin())
     assert watch.probes == 1
 
@@ -545,14 +503,14 @@ async def test_a_blocked_standby_does_not_claim(watch: Watch, monkeypatch: pytes
 
 async def test_the_preferred_standby_claims_first(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(succession, "STAGGER_S", 1_000.0)
-    watch.is_assigned = False
+    watch.is_preferred = False
     await watch.heard_owner()
     await watch.beat(router_id="c", preferred=True)
     await until(watch.heartbeats.standbys)
     due = watch.begin()
     await watch.heard_owner(released=True)
     assert not due.done()
-    watch.is_assigned = True  # this router is preferred, too, and its name comes first
+    watch.is_preferred = True  # this router is preferred, too, and its name comes first
     watch.heartbeats.changed.set()
     await require_due(due)
 
@@ -565,7 +523,7 @@ async def test_a_standby_with_the_rules_of_the_owner_claims_before_those_with_ot
     monkeypatch.setattr(succession, "STAGGER_S", 1_000.0)
     monkeypatch.setattr(succession, "LIVE_S", 1_000.0)
     monkeypatch.setattr(succession, "CORE_VERSION", CORE_VERSION + own)
-    watch.is_assigned = False
+    watch.is_preferred = False
     await watch.heard_owner()
     if others is not None:
         await watch.beat(router_id="a-standby", preferred=True, core_version=CORE_VERSION + others)

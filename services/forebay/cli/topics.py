@@ -27,7 +27,7 @@ from forebay.transport.sqlite.log import SqliteLog
 FOLLOW_S = 0.2
 PAGE = 500
 HEARTBEAT_WAIT_S = 3.0  # standbys write every second; allow two to be late
-READ_BY = ("router", "kafka-api")  # names of consumer groups, without namespace
+READ_BY = ("indexer", "kafka-api")  # names of consumer groups, without namespace
 
 
 def run_create(options: TopicsCreateCommand) -> None:

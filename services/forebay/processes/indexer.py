@@ -1,11 +1,13 @@
 """The process of `forebay indexer`: a Faust app, replicas of groups and an HTTP server on one event loop."""
 
 import asyncio
+import logging
 import socket
 import tempfile
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+
+from aiokafka.errors import KafkaError
 
 from forebay.core.routing.policies import CustomPolicies
 from forebay.indexer.app import build_indexer_app
@@ -14,14 +16,20 @@ from forebay.ingress.http.guards import allowed_hosts
 from forebay.ingress.http.server import build_server, listen
 from forebay.live.indexer.faust_app import IndexerApp
 from forebay.live.indexer.indexer import Indexer
-from forebay.processes.faust_member import stay_member
 from forebay.processes.metrics_server import process_registry
 from forebay.processes.notices import announce
 from forebay.processes.service import Cluster, connected, until_signal
+from forebay.processes.shutdown import CLOSE_S, ending_within
+from forebay.transport.base import LogError, LogUnavailable
 from forebay.transport.directory import Directory
+from forebay.transport.kafka.errors import explain, is_transient
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.models import ModelStore
 
+logger = logging.getLogger(__name__)
+
+REJOIN_S = 1.0
+LEAVE_S = 10.0  # seconds; Faust's consumer commits and leaves within one second if the broker responds
 WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - not bound here
 
 
@@ -44,9 +52,7 @@ class IndexerSettings:
 async def run(settings: IndexerSettings) -> None:
     """Serve until SIGINT or SIGTERM. Raises ConfigError or LogError."""
     indexer = Indexer(process_registry(), settings.policies)
-    new_app = partial(IndexerApp, settings.kafka, indexer, settings.url)
-    leave = partial(indexer.assign, (), {})
-    await until_signal(serve(settings, indexer), stay_member(f"indexer {settings.url}", new_app, leave))
+    await until_signal(serve(settings, indexer), _stay_member(settings, indexer))
 
 
 async def serve(settings: IndexerSettings, indexer: Indexer) -> None:
@@ -70,3 +76,29 @@ async def serve(settings: IndexerSettings, indexer: Indexer) -> None:
                     tasks.create_task(server.serve([listener]))
             finally:
                 server.should_exit = True
+
+
+async def _stay_member(settings: IndexerSettings, indexer: Indexer) -> None:
+    """Be a member of the consumer group of indexers until cancelled, and join it again if the membership breaks.
+
+    Raises LogError if Kafka does not let this program join.
+    """
+    while True:
+        app = IndexerApp(settings.kafka, indexer, settings.url)
+        app.finalize()
+        try:
+            await app.start()
+            announce(f"indexer {settings.url} is a member of {app.conf.id}")
+            await app.until_broken()
+        except LogUnavailable as error:
+            logger.warning("%s; joining again", error)
+        except (KafkaError, OSError) as error:
+            text = f"the indexer cannot join {app.conf.id}: {explain(error)}"
+            if not is_transient(error):
+                raise LogError(text) from error
+            logger.warning("%s; trying again", text)
+        finally:
+            with ending_within(LEAVE_S + CLOSE_S, f"its work ended, because it cannot leave the group {app.conf.id}"):
+                await app.stop()
+        indexer.assign((), {})
+        await asyncio.sleep(REJOIN_S)

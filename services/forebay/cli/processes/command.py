@@ -382,12 +382,11 @@ class PickerCommand:
 class RouterCommand:
     """Run a router of a distributed system.
 
-    Further routers stand by or share the groups. Requires Faust: pip install 'forebay[router]'.
+    Further routers stand by or share the groups.
     """
 
     RUN: ClassVar = "processes.router:run_router"
     BASIC: ClassVar = "kafka redis namespace router_mode router_policy_config router_id metrics_port config"
-    REQUIRES: ClassVar = ("router", "faust")
 
     router: RouterOptions
     addresses: ClusterOptions
@@ -414,11 +413,11 @@ class IndexerCommand:
     """Serve the prefix index and the load of all models of a distributed system to other programs.
 
     The indexer only reads the log, and nothing in serving depends on it. Several indexers share the models. Requires
-    Faust: pip install 'forebay[router]'.
+    Faust: pip install 'forebay[indexer]'.
     """
 
     RUN: ClassVar = "processes.indexer:run_indexer"
-    REQUIRES: ClassVar = ("router", "faust")
+    REQUIRES: ClassVar = ("indexer", "faust")
 
     kafka: KafkaOptions
     port: Annotated[int, Option(min=1, max=65535, help="HTTP port.")] = 8200

@@ -12,7 +12,7 @@ from forebay.processes.service import Cluster
 
 
 def run_router(options: RouterCommand) -> None:
-    options.logs.start(quiet=("forebay.live.router.faust_app",))  # Faust logs each part that it starts and stops
+    options.logs.start()
     with explained():
         settings = router_settings(options)
     run_service(run(*settings))

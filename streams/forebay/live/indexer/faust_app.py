@@ -5,8 +5,8 @@ from typing import Any
 from aiokafka import ConsumerRecord
 
 from forebay.events.topics import DECISIONS
-from forebay.live.faust_batches import BatchedApp
 from forebay.live.indexer.delivered_log import TOPICS
+from forebay.live.indexer.faust_batches import POLL_INTERVAL_MS, BatchedApp
 from forebay.live.indexer.indexer import Indexer
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.tail import record_of
@@ -15,8 +15,10 @@ from forebay.transport.kafka.tail import record_of
 class IndexerApp(BatchedApp):
     """Faust app that delivers records to `indexer`. `url` is the address at which it serves."""
 
-    def __init__(self, kafka: KafkaSettings, indexer: Indexer, url: str) -> None:
-        super().__init__(kafka, "indexer", TOPICS, self._deliver, url=url)
+    def __init__(
+        self, kafka: KafkaSettings, indexer: Indexer, url: str, poll_interval_ms: int = POLL_INTERVAL_MS
+    ) -> None:
+        super().__init__(kafka, TOPICS, self._deliver, url, poll_interval_ms)
         self._indexer = indexer
         self.on_partitions_assigned.connect(self._assigned)
 

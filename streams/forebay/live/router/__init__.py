@@ -1,1 +1,1 @@
-"""The router process: owner of the groups whose control partitions Faust assigns to it, and standby of the others."""
+"""The router process: owner of some groups, and standby of the others."""

@@ -1,13 +1,14 @@
 """Serve one group in a router process: as a standby until this router should claim the group, then as its owner.
 
-Theory of operation. The newest valid claim owns the group, whatever the consumer group of routers assigns. A member
-follows the journal and the heartbeats of its group. It claims when `forebay.live.router.succession` finds that the
-owner is silent or has released the group, and only with a standby that has derived the journal up to its end. A claim
-by a router that could not continue would leave the group without an owner.
+Theory of operation. The newest valid claim owns the group. A member follows the journal and the heartbeats of its
+group. It claims when `forebay.live.router.succession` finds that the owner is silent or has released the group, and
+only with a standby that has derived the journal up to its end. A claim by a router that could not continue would leave
+the group without an owner.
 
-An owner keeps its group when a rebalance assigns the partition to another router, until that router's standby has
-caught up. The owner then seals the journal, and the other router claims at once. If the log fails a read or an append,
-for example while a broker restarts, the member retries after a pause.
+The control partitions rotate over the live routers, so that each router is preferred for as many groups as the others.
+An owner keeps its group until the standby of the preferred router has caught up. The owner then seals the journal, and
+the other router claims at once. If the log fails a read or an append, for example while a broker restarts, the member
+retries after a pause.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from forebay.events.topics import DECISIONS
 from forebay.live.heartbeats import HeartbeatWriter
 from forebay.live.owner.journal_writer import OwnershipLost
 from forebay.live.owner.owner import Owner
-from forebay.live.router.succession import LIVE_S, Backoff, Succession, may_have_rules
+from forebay.live.router.succession import LIVE_S, SILENT_S, Backoff, Succession, may_have_rules
 from forebay.live.standby import STOPS, Standby
 from forebay.transport.base import Log, LogError
 from forebay.transport.heartbeats import RouterHeartbeats
@@ -61,10 +62,6 @@ class GroupMember:
         self._heartbeats = RouterHeartbeats(log, group)
         self._backoff = Backoff()
         self._stopped = asyncio.Event()
-        self._changed = asyncio.Event()
-        self._is_assigned = False
-        self._was_reassigned = False  # since this router claimed the group
-        self._writer: HeartbeatWriter | None = None
         self.standby: Standby | None = None
         self._failed: str | None = None
 
@@ -77,15 +74,6 @@ class GroupMember:
     def has_owner(self) -> bool:
         """Whether the group has an owner, according to its heartbeats."""
         return self._heartbeats.has_owner
-
-    def assign(self, *, is_assigned: bool) -> None:
-        """Note whether the newest assignment of the consumer group has the partition of this group."""
-        self._is_assigned = is_assigned
-        self._was_reassigned = True
-        self._changed.set()
-        self._heartbeats.changed.set()
-        if self._writer is not None:
-            self._writer.hurry()
 
     def stop(self) -> None:
         """End `run`. If this router is the owner, it first seals its journal."""
@@ -123,12 +111,12 @@ class GroupMember:
 
         Returns True only if the standby has followed the journal up to its end. Raises LogError if the log fails.
         """
-        writer = self._writer = HeartbeatWriter(self._log, self.partition, self.group, self._router_id)
+        writer = HeartbeatWriter(self._log, self.partition, self.group, self._router_id)
         succession = Succession(
             standby,
             self._heartbeats,
             self._router_id,
-            lambda: self._is_assigned,
+            self._is_preferred,
             lambda: writer.probe(standby, preferred=self._is_preferred()),
             self._backoff,
         )
@@ -151,19 +139,26 @@ class GroupMember:
             logger.error("this router cannot own the group %s: %s", self.group, error)  # noqa: TRY400
             return False
         finally:
-            self.standby = self._writer = None
+            self.standby = None
             writer.close()
             await _cancel(beating)
 
     def _is_preferred(self) -> bool:
-        return self._is_assigned and not self._backoff.delay_s
+        """Whether this router should own the group, as far as the heartbeats show which routers are alive."""
+        return self._preferred() == self._router_id and not self._backoff.delay_s
+
+    def _preferred(self) -> str:
+        owner, age_s = self._heartbeats.owner, self._heartbeats.owner_age_s
+        routers = {self._router_id, *(beat.router_id for beat in self._heartbeats.standbys(LIVE_S))}
+        if owner is not None and age_s is not None and age_s < SILENT_S and not owner.released:
+            routers.add(owner.router_id)
+        return sorted(routers)[self.partition % len(routers)]
 
     async def _own(self, standby: Standby, following: "asyncio.Task[None]") -> None:
         """Own the group until another router claims it, or this router hands it over or stops. Raises LogError."""
         owner, beat = self._new_owner(), self._heartbeats.owner
         if beat is not None and beat.owner_epoch == standby.world.owner_epoch:
             standby.owner_seen_us = beat.at_us
-        self._was_reassigned = False
         try:
             await owner.start(standby)
             self._on_owned(owner)
@@ -187,28 +182,27 @@ class GroupMember:
             self._on_owned(None)
 
     async def _until_successor(self, owner: Owner) -> None:
-        """Wait until the router stops, or a rebalance assigned the partition to a router with a current standby.
+        """Wait until the router stops, or another router with a current standby is preferred.
 
         A router with other decision rules does not count, because an upgrade would change the rules back and forth.
         """
         heartbeats = self._heartbeats
         while not self._stopped.is_set():
             heartbeats.changed.clear()
-            if self._was_reassigned and not self._is_assigned:
-                for beat in heartbeats.standbys(LIVE_S):
-                    is_near = owner.journal.end - beat.position <= HANDOVER_RECORDS
-                    has_rules = may_have_rules(beat, CORE_VERSION)
-                    if beat.preferred and beat.router_id != self._router_id and is_near and has_rules:
-                        logger.info("hand over the group %s to the router %s", self.group, beat.router_id)
-                        return
+            preferred = self._preferred()
+            for beat in heartbeats.standbys(LIVE_S):
+                is_near = owner.journal.end - beat.position <= HANDOVER_RECORDS
+                has_rules = may_have_rules(beat, CORE_VERSION)
+                if beat.router_id == preferred != self._router_id and beat.preferred and is_near and has_rules:
+                    logger.info("hand over the group %s to the router %s", self.group, beat.router_id)
+                    return
             await heartbeats.changed.wait()
 
     async def _wait_for_change(self) -> None:
-        """Wait until the assignment changes, the router stops, or a newer snapshot may help a new standby."""
-        self._changed.clear()
+        """Wait until the router stops, or a newer snapshot may help a new standby."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RETRY_MAX_S):
-                await _race(asyncio.create_task(_wait(self._changed)), asyncio.create_task(_wait(self._stopped)))
+                await self._stopped.wait()
 
 
 async def _race(*tasks: "asyncio.Task[None]", keep: "Sequence[asyncio.Task[None]]" = ()) -> None:

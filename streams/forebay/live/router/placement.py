@@ -1,7 +1,7 @@
 """Assign a control partition to each group that has a lease but no partition.
 
-Only the router that is assigned control partition 0 does this. Two such routers at once do no harm, for example after a
-pause, because readers use the first placement of a group (see `forebay.core.state.groups`).
+Only the owner of the group in control partition 0 does this, or every router while that group has none. Two such
+routers at once do no harm, because readers use the first placement of a group (see `forebay.core.state.groups`).
 """
 
 import logging

@@ -70,7 +70,6 @@ class Router:
         self._settings = settings
         self._registry = registry
         self._report_owned = on_owned
-        self._assigned: set[int] = set()
         self.members: dict[int, GroupMember] = {}
         self._metrics: dict[int, OwnerMetrics] = {}
         self._placed = asyncio.Event()
@@ -82,14 +81,6 @@ class Router:
     def standbys(self) -> dict[int, Standby]:
         members = self.members.items()
         return {partition: member.standby for partition, member in members if member.standby is not None}
-
-    def assign(self, partitions: set[int]) -> None:
-        """Prefer these control partitions: claim them before other standbys, and hand over others to their routers."""
-        if partitions != self._assigned:
-            logger.info("assigned the control partitions %s", sorted(partitions))
-        self._assigned = partitions
-        for partition, member in self.members.items():
-            member.assign(is_assigned=partition in partitions)
 
     async def run(self) -> None:
         """Run the owner or standby of every group until `stop`. Raises LogError if the directory fails."""
@@ -134,16 +125,16 @@ class Router:
             if group is None or partition in self.members:
                 continue
             member = self.members[partition] = self._member_of(group, partition)
-            member.assign(is_assigned=partition in self._assigned)
             created.append(member)
         return created
 
     async def _place(self) -> None:
-        """Place groups while control partition 0 is assigned to this router, or this router owns its group."""
+        """Place groups while this router owns the group of control partition 0, or no router does."""
         placement = GroupPlacement(self._log, self._leases, self._directory, self._settings.partitions)
         self._registry.register(PlacementMetrics(placement, self._directory))
         while True:
-            if 0 in self._assigned or 0 in self.owners:
+            first = self.members.get(0)
+            if 0 in self.owners or first is None or not first.has_owner:
                 await placement.update()
             await asyncio.sleep(self._settings.poll_s)
 

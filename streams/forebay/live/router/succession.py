@@ -6,9 +6,9 @@ the owner's heartbeats have stopped.
 
 Missing heartbeats prove nothing while the broker is unreachable or this process is paused. A standby therefore appends
 a heartbeat of its own, and claims only if it reads this heartbeat within `PROBE_S`, and none of the owner before it.
-The assignment of the consumer group is a preference: the assigned router claims first, and the other standbys wait for
-`STAGGER_S` more each. Standbys with other decision rules than the owner wait for all that have its rules, so an upgrade
-changes the rules once, when the last router of the old version stops.
+The preferred router claims first, and the other standbys wait for `STAGGER_S` more each. Standbys with other decision
+rules than the owner wait for all that have its rules, so an upgrade changes the rules once, when the last router of the
+old version stops.
 """
 
 import asyncio
@@ -26,10 +26,9 @@ logger = logging.getLogger(__name__)
 
 SILENT_S = 0.8  # three missed heartbeats; a turn of a busy owner rarely takes a tenth of this
 STAGGER_S = 0.3  # a claim and its first heartbeat are usually read within this time
-# Until a router that is not assigned claims a group that nobody has owned, or whose owner has stopped as planned while
-# no other router followed it. All routers start together then, and joining the consumer group takes about 3 s. A router
-# does not wait like this for an owner that died: the broker assigns a dead router's partition only seconds later.
-START_S = 5.0
+# Until a router claims a group that nobody has owned, or whose owner has stopped as planned while no other router
+# followed it. Routers that start together learn of each other by their first heartbeats in this time.
+START_S = 0.5
 PROBE_S = 0.5  # a heartbeat is usually appended and read within 30 ms
 CHECK_S = 0.25  # maximum time until a released journal is noticed without its heartbeat
 LIVE_S = 2.5  # standbys write a heartbeat every second
@@ -69,8 +68,8 @@ class Backoff:
 class Succession:
     """Watch of one standby over its owner.
 
-    `is_assigned` returns whether the consumer group assigned the group's partition to this router. `probe` appends a
-    heartbeat of this standby, and returns its offset or None if that failed.
+    `is_preferred` returns whether this router should own the group. `probe` appends a heartbeat of this standby, and
+    returns its offset or None if that failed.
     """
 
     def __init__(
@@ -78,14 +77,14 @@ class Succession:
         standby: Standby,
         heartbeats: RouterHeartbeats,
         router_id: str,
-        is_assigned: Callable[[], bool],
+        is_preferred: Callable[[], bool],
         probe: Callable[[], Awaitable[int | None]],
         backoff: Backoff,
     ) -> None:
         self._standby = standby
         self._heartbeats = heartbeats
         self._router_id = router_id
-        self._is_assigned = is_assigned
+        self._is_preferred = is_preferred
         self._probe = probe
         self._backoff = backoff
         self._epoch = -1
@@ -126,17 +125,14 @@ class Succession:
         """Return the silence in seconds after which this router claims."""
         if self._standby.blocked is not None and not self._has_unread_release():
             return math.inf
-        is_assigned = self._is_assigned()
         rules = self._standby.validity.rules
-        place = (rules != CORE_VERSION, not (is_assigned and not self._backoff.delay_s), self._router_id)
+        place = (rules != CORE_VERSION, not self._is_preferred(), self._router_id)
         others = [beat for beat in self._heartbeats.standbys(LIVE_S) if beat.router_id != self._router_id]
         before = sum((not may_have_rules(beat, rules), not beat.preferred, beat.router_id) < place for beat in others)
         if self._is_released():
-            silent_s = 0.0 if self._saw_owner or is_assigned else START_S
-        elif self._epoch >= 0:
-            silent_s = SILENT_S
+            silent_s = 0.0 if self._saw_owner else START_S
         else:
-            silent_s = 0.0 if is_assigned else START_S
+            silent_s = SILENT_S if self._epoch >= 0 else START_S
         return silent_s + before * STAGGER_S + self._backoff.delay_s
 
     def _is_released(self) -> bool:

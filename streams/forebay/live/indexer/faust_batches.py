@@ -141,24 +141,21 @@ class _Transport(Transport):  # type: ignore[misc]
 class BatchedApp(faust.App):  # type: ignore[misc]
     """Faust app that calls `on_batch` with the name of a topic and consecutive records of one of its partitions.
 
-    Args:
-        member: kind of the members of the consumer group, for messages, such as `router`.
-        url: address of this member, which Faust tells the other members; empty for none.
+    Faust tells the other members the address `url` of this one.
     """
 
     def __init__(
         self,
         kafka: KafkaSettings,
-        member: str,
         topics: Iterable[Topic],
         on_batch: OnBatch,
-        poll_interval_ms: int = POLL_INTERVAL_MS,
-        url: str = "",
+        url: str,
+        poll_interval_ms: int,
     ) -> None:
         self.kafka = kafka
         self.poll_interval_ms = poll_interval_ms
         super().__init__(
-            kafka.topic(member),
+            kafka.topic("indexer"),
             broker=[f"kafka://{server.strip()}" for server in kafka.bootstrap.split(",")],
             broker_credentials=_credentials(kafka),
             broker_session_timeout=SESSION_MS / 1000,
@@ -171,9 +168,8 @@ class BatchedApp(faust.App):  # type: ignore[misc]
             topic_disable_leader=True,
             web_enabled=False,
             autodiscover=False,
-            **({"canonical_url": url} if url else {}),
+            canonical_url=url,
         )
-        self._member = member
         for topic in topics:
             self._consume(topic.name, on_batch)
 
@@ -195,12 +191,12 @@ class BatchedApp(faust.App):  # type: ignore[misc]
             alone_s = 0.0 if self.is_member else alone_s + MEMBERSHIP_CHECK_S
             if alone_s >= ALONE_S and await self._is_broker_reachable():
                 raise LogUnavailable(
-                    f"this {self._member} has not been a member of the consumer group {self.conf.id} for {ALONE_S:g} s"
+                    f"this indexer has not been a member of the consumer group {self.conf.id} for {ALONE_S:g} s"
                 )
         reason = self.crash_reason or "it stopped"
         is_denied = isinstance(reason, KafkaError) and not is_transient(reason)
         kind = LogError if is_denied else LogUnavailable
-        raise kind(f"this {self._member} left the consumer group {self.conf.id} ({reason})")
+        raise kind(f"this indexer left the consumer group {self.conf.id} ({reason})")
 
     async def _is_broker_reachable(self) -> bool:
         try:
