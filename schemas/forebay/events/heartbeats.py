@@ -29,7 +29,7 @@ class RouterHeartbeat(Event, tag="router.heartbeat", frozen=True, kw_only=True):
         ready_prefill: ready prefill workers in the owner's fleet; 0 from a standby.
         ready_decode: ready decode workers in the owner's fleet; 0 from a standby.
         policies: custom policies that the owner may run.
-        preferred: whether the consumer group assigned the partition to this standby, so that it claims before others.
+        preferred: whether this router should own the group, so that it claims before other standbys.
         released: whether the owner has sealed its journal and decides no more, so that a standby may claim at once.
         core_version: version of the router's decision rules; 0 from a router that does not report it.
         events_version: version of the event types that the router can read.
