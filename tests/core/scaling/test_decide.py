@@ -607,7 +607,8 @@ def test_decisions_respect_operators_limits_budget_and_cool_down(
             if one.reason != "manual":
                 grown = grown or up
                 low, high = sorted([one.from_size, one.to_size])
-                assert pool.min_size <= high and low <= pool.max_size
+                # The workers that an operator removed still have their GPUs, which may leave too few for the minimum.
+                assert low <= pool.max_size and (pool.min_size <= high or one.reason == "gpu_budget")
                 assert one.to_size <= pool.max_size if up else one.to_size >= pool.min_size
                 if pool.pool in last and last[pool.pool][0] != up:
                     assert decision.at_us - last[pool.pool][1] >= settings.cooldown_s * S
