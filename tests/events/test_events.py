@@ -22,7 +22,7 @@ from forebay.events.base import (
 )
 from forebay.events.fleet import IngressFact, IngressJoined, IngressLost, WorkerFact, WorkerLost
 from forebay.events.media import Encoded
-from forebay.events.models import AliasSet, AliasTarget, ModelCard, ModelFile
+from forebay.events.models import AliasSet, AliasTarget, FileChunk, ModelCard, ModelFile
 from forebay.events.privacy import DROPPED, KEPT, LORA, REQUEST_ID, privacy_rules
 from forebay.events.progress import (
     AnyProgressEvent,
@@ -173,6 +173,11 @@ def test_a_public_id_contains_the_location_of_its_request() -> None:
     assert parse_public_id(HTTP) == (HTTP, None)
     assert client_id_of(public) == "order-7"
     assert (log_id_of(public), whole_id(part_id(HTTP, 0), 2), whole_id(HTTP, 1)) == (part_id(HTTP, 1), HTTP, HTTP)
+
+
+def test_each_piece_of_an_upload_has_its_own_key() -> None:
+    chunk = FileChunk(sha256="0" * 64, upload="u", index=2, data=b"")
+    assert chunk.key == f"{'0' * 64}/u/2".encode()
 
 
 def test_keys_of_the_records_of_an_answer() -> None:
