@@ -229,6 +229,12 @@ async def test_one_process_explains_as_this_one_does_until_it_dies(
         assert (await start_request("r")).status_code == 200
 
 
+async def test_an_overloaded_ingress_explains(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay.ingress.admission.IN_FLIGHT_MAX", 0)
+    async with pending(scene, None) as (_, start_request):
+        assert error(await start_request("r")) == (501, "not_recorded")
+
+
 async def test_a_log_in_memory_is_rejected_with_the_remedy(scene: Scene) -> None:
     async with pending(scene, None) as (_, start_request):
         refused = await start_request("r")

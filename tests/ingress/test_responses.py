@@ -501,6 +501,16 @@ async def until_status(client: openai.AsyncOpenAI, response_id: str, status: str
             return
 
 
+async def test_a_stored_response_that_cannot_be_read_is_an_error(
+    scene: Scene, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued = await client.responses.create(model=NAME, input="Hello", background=True)
+    request = await scene.next_request()
+    scene.emit_text(request.request_id, " the river")
+    monkeypatch.setattr("forebay.ingress.streams.VIEWS_MAX", 0)
+    assert error_of(await scene.client.get(f"{RESPONSES}/{queued.id}"))[:2] == (429, "too_many_readers")
+
+
 async def test_a_failed_response_is_read(scene: Scene, client: openai.AsyncOpenAI) -> None:
     queued = await client.responses.create(model=NAME, input="Hello", background=True)
     request = await scene.next_request()

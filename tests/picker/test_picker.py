@@ -64,6 +64,17 @@ async def test_a_stream_is_routed_followed_and_passed_on(picker: PickerScene) ->
     assert (picker.count("picked"), picker.count("finished"), picker.count("cancelled")) == (1, 1, 0)
 
 
+async def test_a_body_with_a_byte_order_mark_is_read_and_not_kept_during_the_answer(picker: PickerScene) -> None:
+    call = picker.call()
+    await call.headers()
+    await call.body(b"\xef\xbb\xbf" + json.dumps(chat(content="x" * 100_000, stream=True)).encode())
+    picker.select(await picker.scene.next_request())
+    await call.read_request()
+    assert picker.fallback.models.front.bodies.held == 0
+    await call.begin()
+    assert await call.pass_on(*STREAM, DONE) == b"".join([*STREAM, DONE])
+
+
 async def test_a_client_that_asked_for_token_counts_gets_them(picker: PickerScene) -> None:
     body = chat(stream=True, stream_options={"include_usage": True})
     call, _ = await picker.picked(body, report_every=1)

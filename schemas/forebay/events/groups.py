@@ -9,8 +9,9 @@ from forebay.events.base import Count, Event, Name
 class GroupPlaced(Event, tag="group.placed", frozen=True, kw_only=True):
     """A group (the pools of one model) is assigned to a control partition. The record key is the name of the group.
 
-    Only the owner of control partition 0 writes this event. If there are several events for one group, the first is
-    valid. A record with the key and without a value removes the group, and frees its partition for another one.
+    The owner of control partition 0 writes this event, or every router while this partition has no owner. If there are
+    several events for one group, the first is valid. A record with the key and without a value removes the group, and
+    frees its partition for another one.
 
     Attributes:
         partition: number of the partition that the group uses in all control topics.

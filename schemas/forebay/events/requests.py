@@ -36,6 +36,7 @@ RESUME_GRACE_S = 5.0
 
 Task = Literal["generate", "embed"]
 Delivery = Literal["worker", "external"]
+ENDPOINTS_MAX = 1_024
 
 
 class StructuredOutput(Part, frozen=True, kw_only=True):
@@ -179,7 +180,7 @@ class RoutingHints(Part, frozen=True, kw_only=True):
     override: RouterOverride | None = None
     ttft_target_ms: Milliseconds | None = None
     itl_target_ms: Milliseconds | None = None
-    endpoints: Annotated[tuple[SystemName, ...], msgspec.Meta(max_length=1_024)] = ()
+    endpoints: Annotated[tuple[SystemName, ...], msgspec.Meta(max_length=ENDPOINTS_MAX)] = ()
 
 
 NO_HINTS = RoutingHints()

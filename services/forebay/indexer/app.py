@@ -123,9 +123,7 @@ def _add_reads(app: FastAPI, indexer: Indexer) -> None:
     async def index(model: str, worker: str = "") -> Response:
         """Return the index as KV events, of one worker or all. Applied to an empty index, they restore it."""
         replica = _replica(indexer, model)
-        events = [
-            *stored_events(replica.world.index, worker)
-        ]  # 8 bytes per block; the index changes while they are sent
+        events = list(stored_events(replica.world.index, worker))  # the index changes while they are sent
         lines = (msgspec.json.encode(event) + b"\n" for event in events)
         headers = {POSITION: msgspec.json.encode(replica.position()).decode()}
         return StreamingResponse(lines, media_type=LINES, headers=headers)

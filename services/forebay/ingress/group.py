@@ -227,7 +227,7 @@ class GroupClient:
         )
         try:
             self.front.log.append_soon([_draft(self.require_partition(), request_id, event)])
-        except LogError as error:
+        except (LogError, ApiError) as error:  # the group may have been removed
             logger.warning("cannot cancel request %s: %s", request_id, error)
 
     def cancel_later(self, request_id: str, reason: str) -> None:

@@ -28,10 +28,11 @@ from forebay.events.progress import (
     RequestFinished,
 )
 from forebay.events.request_ids import NUMBER_BYTES, http_request_id
-from forebay.events.requests import RequestSubmitted
+from forebay.events.requests import ENDPOINTS_MAX, RequestSubmitted
 from forebay.events.tokens import DestinationSelected
 from forebay.events.topics import PROGRESS
 from forebay.events.versions import may_write
+from forebay.ingress.body_limits import BOM
 from forebay.ingress.errors import ApiError
 from forebay.ingress.group import GroupClient
 from forebay.ingress.http.body import CLIENT_ID_BYTES, BodyReader
@@ -119,7 +120,7 @@ class Exchange:
 
     def _begin(self, message: Any) -> None:
         self._headers = headers_of(message.request_headers)
-        self._endpoints = tuple(texts_of(message.metadata_context.filter_metadata, *SUBSET))
+        self._endpoints = tuple(texts_of(message.metadata_context.filter_metadata, *SUBSET))[:ENDPOINTS_MAX]
         modes = message.protocol_config
         if (modes.request_body_mode, modes.response_body_mode) != (FULL_DUPLEX, FULL_DUPLEX):
             text = "the filter ext_proc must have FULL_DUPLEX_STREAMED as request_body_mode and response_body_mode"
@@ -133,7 +134,7 @@ class Exchange:
         return self._headers.get(":path", "").partition("?")[0]
 
     async def _send(self, *, is_last: bool) -> list[Any]:
-        body = bytes(self._raw)
+        body, self._raw = bytes(self._raw).removeprefix(BOM), bytearray()
         try:
             self._attempt = await self._select(body)
             body, self._hides_usage = with_usage(body)
@@ -142,6 +143,7 @@ class Exchange:
         except ApiError as error:
             self._cancel(error.message)
             where = self._fallback.endpoint(error, self._model, self._endpoints)
+        self._reader.__exit__()  # the answer may take minutes
         # A compressed answer could not be followed.
         mutation = header_mutation({DESTINATION: where}, remove=("accept-encoding",))
         headers = {"response": {"header_mutation": mutation, "clear_route_cache": True}}

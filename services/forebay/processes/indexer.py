@@ -100,5 +100,5 @@ async def _stay_member(settings: IndexerSettings, indexer: Indexer) -> None:
         finally:
             with ending_within(LEAVE_S + CLOSE_S, f"its work ended, because it cannot leave the group {app.conf.id}"):
                 await app.stop()
-        indexer.assign((), {})
+        indexer.assign(None, {})
         await asyncio.sleep(REJOIN_S)

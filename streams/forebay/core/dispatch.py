@@ -38,7 +38,7 @@ from forebay.events.decisions import (
 )
 from forebay.events.pools import PoolChoice
 from forebay.events.progress import AttemptMoved, AttemptRejected
-from forebay.events.requests import NO_HINTS, RequestResumed, RequestSubmitted, RouteQueried
+from forebay.events.requests import RequestResumed, RequestSubmitted, RouteQueried
 from forebay.events.versions import may_write
 
 # Queued requests routed per pool and event, which takes about ten milliseconds. The owner routes more of them when it
@@ -191,7 +191,8 @@ def reroute(world: World, requests: list[ActiveRequest]) -> list[AnyDecision]:
 def move(world: World, request: ActiveRequest, endpoint: str) -> list[AnyDecision]:
     """Book an external request at the worker whose server has it, or abort it if no ready worker has this server."""
     pool = world.pools[request.submitted.pool]
-    view = dataclasses.replace(request.submitted, hints=replace(NO_HINTS, endpoints=(endpoint,)))
+    chosen = {"worker_id": "", "rank": None, "allowed_workers": (), "required_taints": (), "endpoints": (endpoint,)}
+    view = dataclasses.replace(request.submitted, hints=replace(request.submitted.hints, **chosen))
     try:
         roster = filter_eligible(world.roster(pool.pool), world.fleet, pool, view)
         plan = evaluate(world, StageCandidates("aggregated", pool, roster, view, request.attempt))

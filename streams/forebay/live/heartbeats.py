@@ -66,7 +66,6 @@ class HeartbeatWriter:
         self._appending: asyncio.Task[None] | None = None
         self._due_s = 0.0
         self._fleet_read = -1
-        self._hurry = asyncio.Event()
 
     def due_in_s(self) -> float:
         return max(0.0, self._due_s - runtime.monotonic_s())
@@ -93,16 +92,9 @@ class HeartbeatWriter:
     async def beat_as_standby(self, standby: Standby, is_preferred: Callable[[], bool]) -> None:
         """Append heartbeats of a standby until cancelled, unless `standby` has failed or stopped."""
         while True:
-            self._hurry.clear()
             if standby.failed is None and standby.stopped is None and not self._is_appending():
                 self._append(self._standby_draft(standby, preferred=is_preferred()), STANDBY_EVERY_S)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.due_in_s() or STANDBY_EVERY_S):
-                    await self._hurry.wait()
-
-    def hurry(self) -> None:
-        """Let `beat_as_standby` append a heartbeat now."""
-        self._hurry.set()
+            await asyncio.sleep(self.due_in_s() or STANDBY_EVERY_S)
 
     async def probe(self, standby: Standby, *, preferred: bool) -> int | None:
         """Append a heartbeat of a standby and return its offset, or None if the log does not accept it."""

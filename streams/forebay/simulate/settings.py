@@ -293,7 +293,7 @@ def _require_faults(settings: Settings) -> None:
             known = [f"{worker_id(0)} to {worker_id(len(begins) - 1)}"]
             raise SettingsUnusable(f"{where}.worker", unknown_name("worker", fault.worker, known))
         there_s = free_s[fault.worker]
-        if there_s is None or fault.at_s < there_s:
+        if there_s is None or round(fault.at_s - there_s, 6) < 0:
             state = "is not replaced after an earlier fault" if there_s is None else f"starts at {there_s:g} s"
             raise SettingsUnusable(f"{where}.at_s", f"worker {fault.worker} {state}, so it cannot die at this time")
         free_s[fault.worker] = None if fault.back_s is None else fault.at_s + fault.back_s

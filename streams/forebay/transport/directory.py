@@ -46,6 +46,7 @@ class Directory(Follower):
 
     async def placed(self, group: str) -> int:
         """Wait until a group has a control partition, and return the partition. Raises LogError."""
+        self.read_ready()
         await self.wait_until(lambda: group in self.groups.partitions)
         return self.groups.partitions[group]
 

@@ -62,13 +62,12 @@ class Follower:
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Read records until a condition is true of what they say. Raises LogError."""
-        while True:
+        while not condition():
             self._wake.clear()
-            while self._read():  # noqa: ASYNC110 - it does not wait, other tasks run in between
-                await asyncio.sleep(0)
-            if condition():
-                return
-            await self._wake.wait()
+            if self._read():
+                await asyncio.sleep(0)  # other tasks run in between
+            else:
+                await self._wake.wait()
 
     def read_ready(self) -> None:
         """Read the records that are ready. Raises LogError."""

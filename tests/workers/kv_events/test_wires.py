@@ -78,6 +78,10 @@ def test_captured_vllm_batches_decode() -> None:
     assert batches[9].events[0] == ClearedBlocks()
 
 
+def test_further_fields_of_removed_blocks_of_sglang_are_ignored() -> None:
+    assert sglang(["BlockRemoved", [5], "GPU", "later"]).events == (RemovedBlocks(hashes=(5,)),)
+
+
 def test_captured_sglang_batches_decode_with_unsigned_hashes() -> None:
     batches = [decode_sglang(payload(events)) for _, events in SGLANG_BATCHES]
     first = stored(batches[0])

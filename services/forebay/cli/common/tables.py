@@ -6,6 +6,7 @@ A word may be an id that a user copies, so it may exceed the width.
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import click
@@ -64,7 +65,7 @@ def shown_reading(description: str) -> Iterator[Callable[[int, int], None]]:
 
 def table(title: str, columns: Sequence[str], *, left: int = 1, **of_columns: Any) -> Table:
     """Return a table whose first `left` columns are aligned to the left."""
-    made = Table(title=in_markup(title), box=SIMPLE, padding=(0, 0, 0, 1))
+    made = Table(title=in_markup(title), box=SIMPLE, padding=(0, 0, 0, 1), title_justify="left")
     for at, column in enumerate(columns):
         made.add_column(in_markup(column), justify="left" if at < left else "right", **of_columns)
     return made
@@ -120,22 +121,19 @@ class WholeWordsConsole(Console):
 
     def print(self, *objects: Any, **settings: Any) -> None:
         own = self.width
+        options = self.options.update(width=COLUMNS_MAX, markup=settings.get("markup"))
         for part in [part for one in objects for part in (one.renderables if isinstance(one, Group) else [one])]:
-            if isinstance(part, Table):
-                self.width = max(self.width, self._least_width(part))
+            self.width = max(self.width, self._least_width(partial(Measurement.get, self, options), part))
         try:
-            super().print(*objects, overflow="ignore", crop=False, **settings)
+            super().print(*objects, crop=False, **settings)
         finally:
             self.width = own
 
-    def _least_width(self, table: Table) -> int:
-        """Make each column as wide as its longest word, and return the width that the table needs."""
-
-        def measured(part: Any) -> Measurement:
-            return Measurement.get(self, self.options.update(width=COLUMNS_MAX), part)
-
-        table.min_width = 0 if table.title is None else measured(table.title).minimum
-        for column in table.columns:
-            cells = map(measured, [*column.cells, *([column.header] if table.show_header else [])])
-            column.min_width = max((one.maximum if column.no_wrap else one.minimum for one in cells), default=0)
-        return measured(table).minimum
+    def _least_width(self, measured: Callable[[RenderableType], Measurement], part: Any) -> int:
+        """Return the width that a text or table needs. Make each column of a table as wide as its longest word."""
+        if isinstance(part, Table):
+            part.min_width = 0 if part.title is None else measured(part.title).minimum
+            for column in part.columns:
+                cells = map(measured, [*column.cells, *([column.header] if part.show_header else [])])
+                column.min_width = max((one.maximum if column.no_wrap else one.minimum for one in cells), default=0)
+        return measured(part).minimum

@@ -33,6 +33,7 @@ class BodyReader(AbstractContextManager["BodyReader"]):
 
     def __exit__(self, *_: object) -> None:
         self._memory.held -= self._held
+        self._held = 0
 
     async def read(self, request: Request) -> bytes:
         """Return the whole body.

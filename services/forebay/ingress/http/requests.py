@@ -54,7 +54,8 @@ class RunRoutes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = KINDS.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if kind is None and not scope.get("path", "").startswith(READ_PATHS):
+        path = scope.get("path", "")
+        if kind is None and (not path.startswith(READ_PATHS) or path.endswith("/explain")):
             await self._app(scope, receive, send)
             return
         front = self._models.front

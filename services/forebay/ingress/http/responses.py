@@ -64,6 +64,8 @@ class _Reader(AttachedResponse):
             while not (fold.is_over or (self._has_all and not self._changes and not to_end)):
                 if not await self._next():
                     await self._stream.ready()
+            if self._failure is not None:
+                raise self._failure
         except ApiError as error:
             if error is not fold.error:
                 raise

@@ -83,6 +83,11 @@ class _SglangStored(msgspec.Struct, tag="BlockStored"):
     lora_name: str | None = None
 
 
+class _SglangRemoved(msgspec.Struct, tag="BlockRemoved"):
+    block_hashes: list[int]
+    medium: str | None = None
+
+
 class VllmDecoder:
     """Decodes the events of one rank, and remembers the kinds of its layer groups.
 
@@ -228,7 +233,7 @@ def decode_sglang(payload: bytes, *, has_store: bool = False) -> Batch:
             events.append(ClearedBlocks())
         elif (tier := tier_of(one.medium, None, skipped, has_store=has_store)) is not None:
             hashes = tuple(map(as_u64, one.block_hashes))
-            if isinstance(one, _Removed):
+            if isinstance(one, _SglangRemoved):
                 events.append(RemovedBlocks(hashes=hashes, tier=tier))
                 continue
             token_ids = [token if isinstance(token, int) else token[0] for token in one.token_ids]
@@ -246,4 +251,4 @@ def decode_sglang(payload: bytes, *, has_store: bool = False) -> Batch:
 
 
 _VLLM = BatchDecoder[_Stored | _Removed | _Cleared]((_Stored, _Removed, _Cleared))
-_SGLANG = BatchDecoder[_SglangStored | _Removed | _Cleared]((_SglangStored, _Removed, _Cleared))
+_SGLANG = BatchDecoder[_SglangStored | _SglangRemoved | _Cleared]((_SglangStored, _SglangRemoved, _Cleared))

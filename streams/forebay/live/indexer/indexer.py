@@ -28,7 +28,7 @@ class Indexer:
         self._directory: Directory | None = None
         self._changed = asyncio.Event()
 
-    def assign(self, partitions: Collection[int], addresses: Mapping[int, str]) -> None:
+    def assign(self, partitions: Collection[int] | None, addresses: Mapping[int, str]) -> None:
         """Keep the groups of these control partitions. `addresses` has the URL of the process of each partition."""
         self._assigned, self._addresses = partitions, addresses
         self._changed.set()

@@ -21,7 +21,7 @@ from forebay.events.topics import DECISIONS
 from forebay.live.heartbeats import HeartbeatWriter
 from forebay.live.owner.journal_writer import OwnershipLost
 from forebay.live.owner.owner import Owner
-from forebay.live.router.succession import LIVE_S, SILENT_S, Backoff, Succession, may_have_rules
+from forebay.live.router.succession import LIVE_S, Backoff, Succession, may_have_rules
 from forebay.live.standby import STOPS, Standby
 from forebay.transport.base import Log, LogError
 from forebay.transport.heartbeats import RouterHeartbeats
@@ -150,7 +150,8 @@ class GroupMember:
     def _preferred(self) -> str:
         owner, age_s = self._heartbeats.owner, self._heartbeats.owner_age_s
         routers = {self._router_id, *(beat.router_id for beat in self._heartbeats.standbys(LIVE_S))}
-        if owner is not None and age_s is not None and age_s < SILENT_S and not owner.released:
+        # Also a silent or released one. Otherwise the place of each router would change at the moment of the claims.
+        if owner is not None and age_s is not None and age_s < LIVE_S:
             routers.add(owner.router_id)
         return sorted(routers)[self.partition % len(routers)]
 
@@ -192,6 +193,7 @@ class GroupMember:
             preferred = self._preferred()
             for beat in heartbeats.standbys(LIVE_S):
                 is_near = owner.journal.end - beat.position <= HANDOVER_RECORDS
+                is_near &= beat.owner_epoch == owner.world.owner_epoch  # a new router knows no others yet
                 has_rules = may_have_rules(beat, CORE_VERSION)
                 if beat.router_id == preferred != self._router_id and beat.preferred and is_near and has_rules:
                     logger.info("hand over the group %s to the router %s", self.group, beat.router_id)

@@ -70,7 +70,7 @@ class GroupPlacement:
 
 
 class PlacementMetrics(Collector):
-    """Prometheus metrics of group placement, exported by the owner of control partition 0."""
+    """Prometheus metrics of group placement, exported by every router."""
 
     def __init__(self, placement: GroupPlacement, directory: Directory) -> None:
         self._placement = placement

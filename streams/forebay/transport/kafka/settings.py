@@ -32,7 +32,7 @@ CERTIFICATES = {
 }
 REQUEST_MS = 10_000  # a broker that does not respond for this long counts as unreachable
 # With aiokafka's default of 100 ms, two routers, two workers and an ingress tried to reconnect 350 times per second
-# during an outage. Joining a consumer group waits equally long after a rejection, so more would delay a takeover.
+# during an outage. Joining a consumer group waits equally long after a rejection, so more would delay the Kafka API.
 RETRY_BACKOFF_MS = 250
 
 
