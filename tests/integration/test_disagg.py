@@ -194,7 +194,7 @@ async def test_disagg_the_recording_of_these_tests_verifies(cluster: Cluster, tm
     report: dict[str, Any] = json.loads(output)
     assert (code, report["divergence"]) == (0, None)
     assert report["verified"] == report["decisions"] == await cluster.decided() > 0
-    assert report["claims"] == 2
+    assert report["claims"] == len(await cluster.ownerships()) > 1
     submitted = await cluster.events(REQUESTS)
     assert len(submitted) >= report["decisions"] // 3
     assert Words().wrong(submitted, await cluster.replies()) == []

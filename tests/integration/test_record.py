@@ -91,7 +91,7 @@ async def test_slices_recorded_under_load_across_a_lost_worker_and_a_takeover(
     assert groups[0]["end"] < groups[1]["end"] < groups[2]["end"] == groups[3]["end"]
     assert {one["source"] for one in outputs} == {"kafka"}
     assert outputs[2]["verified"][GROUP]["claims"] == 1
-    assert outputs[3]["verified"][GROUP]["claims"] == 2
+    assert outputs[3]["verified"][GROUP]["claims"] == len(await cluster.ownerships()) > 1
     assert outputs[3]["groups"][0]["decisions"] == await cluster.decided()
 
 
