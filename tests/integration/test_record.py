@@ -114,7 +114,8 @@ async def test_kafka_and_the_recording_give_the_same_results_in_other_processes(
     assert reports[0] == reports[1] == reports[2] == reports[3]
     assert reports[0]["verified"] == reports[0]["decisions"] > 2 * ROUTED
     listed = await run("topics", "list", out)
-    assert "groups/0\t1" in listed.stdout.splitlines()
+    # Two routers may place the first group at once; the second placement has no effect.
+    assert {"groups/0\t1", "groups/0\t2"} & {*listed.stdout.splitlines()}
     for command in (("verify",), ("record", tmp_path / "no.rec")):
         nowhere = await run(*command, "--kafka", kafka, "--namespace", f"{NAMESPACE}-nobodys")
         assert (nowhere.returncode, nowhere.stdout) == (2, "")
