@@ -59,6 +59,7 @@ LORA = "tiny-lora"
 NAMESPACE = f"{RUN}-vllm-attached"
 TOKENS = 24
 LONG = 400  # tokens of a response that outlasts what is done to its server
+STREAMS = 64  # of one client; the server runs eight at once
 HITS = "vllm:prefix_cache_hits_total"
 GENERATED = "vllm:generation_tokens_total"
 PORTS = 4  # of each server: its API, its KV events, their replay, NIXL's side channel
@@ -283,15 +284,17 @@ async def test_sampling_parameters_have_the_same_effect_on_both_vllm(system: Sys
 
 
 async def test_a_client_that_disconnects_frees_the_attached_server(system: System) -> None:
-    serving, response = system.serving, Answer()
+    """The requests would take longer than the time in which the client may resume them."""
+    serving, answers = system.serving, [Answer() for _ in range(STREAMS)]
     before = await serving.metric(ATTACHED, GENERATED)
-    receiving = asyncio.create_task(serving.observe(response, prompt_of(8), LONG, ATTACHED))
-    await serving.until_begun(response)
-    receiving.cancel()
-    await asyncio.gather(receiving, return_exceptions=True)
+    receiving = [asyncio.create_task(serving.observe(one, prompt_of(8), LONG, ATTACHED)) for one in answers]
+    await serving.cluster.until("a response has begun", lambda: any(one.pieces for one in answers))
+    for task in receiving:
+        task.cancel()
+    await asyncio.gather(*receiving, return_exceptions=True)
     running = partial(serving.metric, ATTACHED, "vllm:num_requests_running")
     await serving.cluster.until("vLLM runs no request", running, partial(eq, 0))
-    assert await serving.metric(ATTACHED, GENERATED) < before + LONG
+    assert await serving.metric(ATTACHED, GENERATED) < before + STREAMS * LONG
 
 
 async def test_structured_responses_of_the_attached_server(system: System) -> None:
