@@ -22,16 +22,12 @@ import httpx
 from forebay.events.decisions import RequestAborted, RequestRouted
 from forebay.events.progress import AttemptMoved, RequestFinished
 from forebay.events.topics import DECISIONS, PROGRESS
-from infra.kafka.kafka import HOST
 from tests.harness.cluster import GROUP, Cluster
 from tests.harness.demo_kafka import trace_of
 from tests.harness.demos import ANSWERED_WITHIN_S, Demo, Place, TraceResult
-from tests.harness.local import Missing, free_ports
+from tests.harness.envoy import PICKER, envoy_binary, start_gateway, start_picker
 from tests.harness.openai_server import OpenAiServer, ServerSettings
 
-ROOT = Path(__file__).resolve().parents[2]
-ENVOY = ROOT / ".venv-gateway/bin/envoy"
-CONFIG = ROOT / "infra/envoy/envoy.yaml"
 REQUESTS, BLOCKS_MAX, OUTPUT_MAX = 500, 6, 40  # of the trace: rows, blocks of a prompt, output tokens
 REUSE_DIFFERENCE = 0.02
 STREAMS = 8
@@ -102,36 +98,6 @@ async def system(place: Place) -> AsyncIterator[tuple[Cluster, tuple[OpenAiServe
         yield cluster, servers
 
 
-async def gateway(cluster: Cluster, servers: tuple[OpenAiServer, OpenAiServer], folder: Path) -> tuple[str, int]:
-    """Start Envoy and a picker; return Envoy's URL and the picker's port."""
-    port = free_ports(2)
-    text = CONFIG.read_text()
-    for documented, used in {10_000: port, 9_002: port + 1, 8_001: servers[0].port, 8_002: servers[1].port}.items():
-        text = text.replace(f"port_value: {documented}}}", f"port_value: {used}}}")
-    config = folder / "envoy.yaml"
-    config.write_text(text)
-    envoy = [str(ENVOY), "-c", str(config), "--disable-hot-restart", "--concurrency", "1", "-l", "warning"]
-    await start_picker(cluster, port + 1)
-    cluster.processes.start("envoy", envoy)
-    url = f"http://{HOST}:{port}"
-
-    async def is_open() -> bool:
-        try:
-            async with httpx.AsyncClient() as client:
-                return (await client.get(f"{url}/v1/models")).status_code == httpx.codes.OK
-        except httpx.TransportError:
-            return False
-
-    await cluster.until("Envoy serves", is_open)
-    return url, port + 1
-
-
-async def start_picker(cluster: Cluster, port: int) -> None:
-    command = [*cluster.command_of("picker"), "--id", "p1", "--port", str(port)]
-    process = cluster.processes.start("p1", command)
-    await cluster.until("the picker serves", process.output, lambda output: "serves Envoy" in output)
-
-
 async def play(cluster: Cluster, trace: Path, url: str, speed: float) -> dict[str, Any]:
     options = ("--json", "--speed", str(speed), "--url", url)
     _, out = await cluster.command("trace", "trace", str(trace), *options, within_s=ANSWERED_WITHIN_S)
@@ -161,7 +127,7 @@ async def lose_picker(cluster: Cluster, servers: tuple[OpenAiServer, ...], url: 
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         streams = [asyncio.create_task(complete(client, number, 200)) for number in range(STREAMS)]
         await cluster.until("the streams are routed", cluster.routed, lambda count: count >= routed + STREAMS)
-        cluster.kill("p1")
+        cluster.kill(PICKER)
         whole = sum(await asyncio.gather(*streams))
         for server in servers:
             server.faults.token_s = None
@@ -198,8 +164,7 @@ async def explain(cluster: Cluster, result: Result, count: int) -> None:
 
 
 async def run(place: Place, options: argparse.Namespace) -> Result:
-    if not ENVOY.exists():
-        raise Missing(f"Envoy is not installed in {ENVOY}; run `make setup-gateway`")
+    envoy_binary()
     given, _ = trace_of(place.folder, options.trace)
     trace = shortened(given, place.folder)
     result = Result(requests=len(trace.read_text().splitlines()))
@@ -209,7 +174,7 @@ async def run(place: Place, options: argparse.Namespace) -> Result:
         DEMO.report(f"{result.requests} requests through forebay's ingress; logs in {place.folder}")
         result.own_reuse = (await play(cluster, trace, url, options.speed))["prefix_reuse"]
     async with system(place) as (cluster, servers):
-        url, port = await gateway(cluster, servers, place.folder)
+        url, port = await start_gateway(cluster, [one.port for one in servers])
         DEMO.report(f"the same requests through Envoy at {url}")
         summary = await play(cluster, trace, url, options.speed)
         result.gateway_reuse, result.answered_once = summary["prefix_reuse"], summary["answered_once"]
