@@ -51,6 +51,7 @@ OperatorName = Annotated[str, msgspec.Meta(max_length=256), OWNER]  # who caused
 LEASE = _meta("lease")  # tokens of leases
 SESSION = _meta("session")  # ids of sessions
 NAMESPACE = _meta("namespace")  # namespaces of caches
+TENANT = _meta("tenant")  # names of tenants
 PATH = _meta("path")  # paths of adapters
 
 # Names that a client wrote. They stay if the system has a component of that name.

@@ -7,6 +7,7 @@ import msgspec
 
 from forebay.events.base import U32_BYTES, U64, U64_BYTES, Count, Event, Name, Part, require_packed
 from forebay.events.control import RouterMode
+from forebay.events.keys import Weight as TenantWeight
 from forebay.events.media import Media, require_bounded
 from forebay.events.numbers import Milliseconds, PinSeconds, Weight, require_numbers
 from forebay.events.privacy import (
@@ -21,6 +22,7 @@ from forebay.events.privacy import (
     REQUEST_ID,
     SESSION,
     TAINT,
+    TENANT,
     UNSET,
     WORKER,
     ZEROED,
@@ -224,6 +226,12 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
         delivery: who brings the request to the server. `worker`: the owner sends a work item to the worker. `external`:
             a gateway sends the request to the server of the selected worker, whose endpoint it gets by
             `DestinationSelected`; nobody writes the output to the reply slot.
+        tenant: tenant that owns the API key; empty for a request without a key of a tenant.
+        key_id: public id of this API key (`KeySet.key_id`).
+        weight: share of the tenant in the router's queue, relative to the weights of other tenants.
+        end_user: hash of the tenant and the value by which the client names its own user (`safety_identifier` or
+            `user`); 0 for none.
+        traceparent: trace context of the client, as in the header `traceparent` of W3C; empty for none.
     """
 
     request_id: Annotated[Name, REQUEST_ID]
@@ -251,6 +259,11 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
     idempotency_key: Annotated[U64, IDEMPOTENCY_KEY] = 0
     body_hash: Annotated[U64, ZEROED] = 0
     delivery: Delivery = "worker"
+    tenant: Annotated[str, TENANT] = ""
+    key_id: Annotated[str, DROPPED] = ""
+    weight: TenantWeight = 1
+    end_user: Annotated[U64, ZEROED] = 0
+    traceparent: Annotated[str, DROPPED] = ""
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)

@@ -11,6 +11,7 @@ from forebay.events.base import U64, U64_BYTES, Count, Event, Name, Part, requir
 from forebay.events.control import BusyThresholds, Command, DisaggConfig, PoolConfigured
 from forebay.events.decisions import CommandOutcome, ConsumedRun, Stage
 from forebay.events.fleet import WorkerSpec
+from forebay.events.keys import Weight as TenantWeight
 from forebay.events.kv import AnyKvEvent, Tier
 from forebay.events.media import Encoded
 from forebay.events.metrics import TierCosts
@@ -29,6 +30,7 @@ from forebay.events.privacy import (
     REQUEST_HASHES,
     REQUEST_ID,
     SESSION_KEYS,
+    TENANT,
     SystemName,
 )
 from forebay.events.requests import Delivery, RoutingHints, Task
@@ -191,6 +193,8 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
         delivery: who brings the request to the server, as in `RequestSubmitted`.
         further_ingresses: incarnations of the other ingresses whose HTTP clients wait, in the order of their first
             `RequestResumed`.
+        tenant: tenant that owns the API key; empty for none.
+        weight: share of the tenant in the router's queue, relative to the weights of other tenants.
     """
 
     request_id: Annotated[Name, REQUEST_ID]
@@ -232,6 +236,8 @@ class RequestState(Part, tag_field="type", tag="request_state", frozen=True, kw_
     idempotency_key: Annotated[U64, IDEMPOTENCY_KEY] = 0
     delivery: Delivery = "worker"
     further_ingresses: Annotated[tuple[str, ...], INGRESS] = ()
+    tenant: Annotated[str, TENANT] = ""
+    weight: TenantWeight = 1
 
     def __post_init__(self) -> None:
         require_packed("sequence_hashes", self.sequence_hashes, U64_BYTES)

@@ -14,6 +14,7 @@ from forebay.events import (
     fleet,
     groups,
     heartbeats,
+    keys,
     kv,
     metrics,
     models,
@@ -83,6 +84,7 @@ ANSWERS = Topic(
     "two: 0 for the index, 1 for content",
     "finished responses that outlive their connection, until their retention ends",
 )
+KEYS = Topic("keys", "json", keys.KeyEvent, "one", "API keys of tenants, as hashes, with their limits")
 DEAD_LETTERS = Topic("dead-letters", "raw", None, "group", "records that did not decode or were rejected, unchanged")
 
 
@@ -97,7 +99,7 @@ def work_topic(pool: str) -> Topic:
 
 FIXED_TOPICS = (
     OPENAI_REQUESTS, OPENAI_RESPONSES, GROUPS, REQUESTS, KV_EVENTS, METRICS, PROGRESS, FLEET, CONTROL, DECISIONS,
-    TOKENS, SNAPSHOTS, SHADOW, HEARTBEATS, SCALING, MODELS, ANSWERS,
+    TOKENS, SNAPSHOTS, SHADOW, HEARTBEATS, SCALING, MODELS, ANSWERS, KEYS,
     DEAD_LETTERS,
 )  # fmt: skip
 

@@ -11,7 +11,9 @@ from typing import get_args
 from forebay.events.base import Event
 from forebay.events.topics import INPUTS
 
-EVENTS_VERSION: int = max(kind.SINCE for topic in INPUTS for kind in get_args(topic.events))  # that an owner can read
+TENANTS_SINCE = 4  # first version whose owners use the tenant and the weight of `RequestSubmitted`
+# Version that an owner of this program can read.
+EVENTS_VERSION: int = max(TENANTS_SINCE, *(kind.SINCE for topic in INPUTS for kind in get_args(topic.events)))
 
 
 def may_write(kind: type[Event], owner_events: int) -> bool:

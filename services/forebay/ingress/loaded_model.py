@@ -7,6 +7,7 @@ from functools import partial
 from forebay.events.rendering import RENDERER_VERSION
 from forebay.events.requests import RequestSubmitted
 from forebay.ingress.bodies import AnyBody
+from forebay.ingress.caller import ANONYMOUS, Caller
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.group import GroupClient
 from forebay.ingress.media.tokens import MediaRef
@@ -36,7 +37,13 @@ class LoadedModel:
         self._preparer = Preparer(model, self.parsers, settings, card)
 
     async def prepare(
-        self, body: AnyBody, headers: Iterable[tuple[str, str]], name: str = "", *, is_patient: bool = False
+        self,
+        body: AnyBody,
+        headers: Iterable[tuple[str, str]],
+        name: str = "",
+        caller: Caller = ANONYMOUS,
+        *,
+        is_patient: bool = False,
     ) -> list[PreparedRequest]:
         """Turn a body into requests for the log: tokenize its prompts or inputs, and fetch their media.
 
@@ -45,6 +52,7 @@ class LoadedModel:
         Args:
             headers: HTTP headers, or headers of the Kafka record.
             name: name of the model or of its adapter, if it differs from the name in the body.
+            caller: who sent the request.
             is_patient: whether to wait if the tokenizer queue is full, instead of raising ApiError 503.
 
         Raises ApiError if the request is invalid or cannot be served.
@@ -52,7 +60,7 @@ class LoadedModel:
         lora_name = await self.group.adapters.resolve(name or body.model)
         completion = body.completion
         try:
-            prompts, prepared = await self._prepare(completion, headers, lora_name, is_patient=is_patient)
+            prompts, prepared = await self._prepare(completion, headers, lora_name, caller, is_patient=is_patient)
         except ApiError as error:
             raise body.renamed(error) from None
         return self._preparer.rendered(body, completion, prompts, prepared)
@@ -62,16 +70,17 @@ class LoadedModel:
         body: ChatBody | TextBody | EmbeddingBody,
         headers: Iterable[tuple[str, str]],
         lora_name: str,
+        caller: Caller,
         *,
         is_patient: bool,
     ) -> tuple[list[TokenizedPrompt], list[PreparedRequest]]:
         steps = self._preparer
         if isinstance(body, EmbeddingBody):
             body.require_dimensions(self.model)
-        routing = steps.routing(body.nvext, self._routing_headers(headers))
+        routing = caller.routing(steps.routing(body.nvext, self._routing_headers(headers)))
         prepared: list[PreparedRequest] = []
         if isinstance(body, EmbeddingBody):
-            target = Target(lora_name, routing, await self._block_size())
+            target = Target(lora_name, routing, await self._block_size(), caller)
             chars = sum(len(text) for text in body.inputs if isinstance(text, str))
             work = partial(steps.tokenize_inputs, body.inputs)
             for index, token_ids in enumerate(await self._run(work, chars, is_patient=is_patient)):
@@ -81,7 +90,7 @@ class LoadedModel:
         refs = steps.media_refs(body)
         prompts = await self._tokenize(body, refs, is_patient=is_patient)
         fetched = await self._fetch(refs)  # only after the text was validated
-        target = Target(lora_name, routing, await self._block_size())
+        target = Target(lora_name, routing, await self._block_size(), caller)
         for number, prompt in enumerate(prompts):
             if number:
                 await asyncio.sleep(0)  # many prompts must not block other requests

@@ -22,6 +22,7 @@ from forebay.events.media import Media
 from forebay.events.rendering import Rendering
 from forebay.events.request_ids import part_ids
 from forebay.events.requests import NO_HINTS, RequestSubmitted, RouteQueried, RoutingHints, Sampling, Task
+from forebay.ingress.caller import ANONYMOUS, Caller
 from forebay.ingress.chat_template import RENDERED_CHARS_MAX
 from forebay.ingress.errors import invalid
 from forebay.ingress.media.tokens import ExpandedPrompt, FetchedMedia, MediaRef
@@ -43,6 +44,7 @@ class Target(msgspec.Struct, frozen=True):
     lora_name: str
     routing: RoutingHints
     block_size: int
+    caller: Caller = ANONYMOUS
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):
@@ -84,6 +86,7 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     task: Task = "generate"
     kv_pin_s: int = 0
     rendering: Rendering | None = None
+    caller: Caller = ANONYMOUS
 
     def submission(
         self,
@@ -120,6 +123,11 @@ class PreparedRequest(msgspec.Struct, frozen=True):
             patient=patient,
             kv_pin_s=self.kv_pin_s,
             rendering=self.rendering,
+            tenant=self.caller.tenant,
+            key_id=self.caller.key_id,
+            weight=self.caller.weight,
+            end_user=self.caller.end_user,
+            traceparent=self.caller.traceparent,
         )
 
     def query(self, request_id: str, *, reply_slot: int, nonce: int, at_us: int) -> RouteQueried:
@@ -345,18 +353,20 @@ class Preparer:
         if (highest := max(token_ids)) >= vocabulary:
             raise invalid(f"token id {highest} is not in the vocabulary; ids must be below {vocabulary}", where)
         packed, size = pack_u32(token_ids), target.block_size
-        seed = hash_seed(target.lora_name, body.cache_namespace)
+        namespace = target.caller.namespace(body.cache_namespace)
+        seed = hash_seed(target.lora_name, namespace)
         return PreparedRequest(
             model=self.settings.model_name,
             token_ids=packed,
             sequence_hashes=sequence_hashes(packed, size, seed, mm_hashes(prompt.media, size)),
             prompt_tokens=len(token_ids),
             lora_name=target.lora_name,
-            cache_namespace=body.cache_namespace,
+            cache_namespace=namespace,
             media=prompt.media,
             sampling=sampling,
             routing=target.routing,
             timeout_us=max(1, round(self.settings.timeout_s * 1e6)),
             task=task,
             kv_pin_s=0 if task == "embed" else body.kv_pin_s,
+            caller=target.caller,
         )

@@ -39,7 +39,7 @@ from forebay.events.decisions import (
 from forebay.events.pools import PoolChoice
 from forebay.events.progress import AttemptMoved, AttemptRejected
 from forebay.events.requests import RequestResumed, RequestSubmitted, RouteQueried
-from forebay.events.versions import may_write
+from forebay.events.versions import TENANTS_SINCE, may_write
 
 # Queued requests routed per pool and event, which takes about ten milliseconds. The owner routes more of them when it
 # applies the progress events of these requests.
@@ -76,6 +76,8 @@ def submit(world: World, event: RequestSubmitted, offset: int) -> list[AnyDecisi
         event = replace(event, idempotency_key=0)  # the owner did not know the field
     if event.delivery == "external" and not may_write(AttemptMoved, world.owner_events):
         event = replace(event, delivery="worker", routing=replace(event.routing, endpoints=()))  # likewise
+    if event.tenant and world.owner_events < TENANTS_SINCE:
+        event = replace(event, tenant="", weight=1)  # likewise
     earlier = requests.known_offset(event.idempotency_key)
     if earlier is not None:
         world.counts["repeated_request"] += 1

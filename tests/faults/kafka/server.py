@@ -23,7 +23,16 @@ from aiokafka.errors import (
 )
 from aiokafka.structs import ConsumerRecord, TopicPartition
 
-from forebay.events.topics import ANSWERS, FIXED_TOPICS, MODELS, OPENAI_REQUESTS, OPENAI_RESPONSES, TOKENS, work_topic
+from forebay.events.topics import (
+    ANSWERS,
+    FIXED_TOPICS,
+    KEYS,
+    MODELS,
+    OPENAI_REQUESTS,
+    OPENAI_RESPONSES,
+    TOKENS,
+    work_topic,
+)
 from forebay.transport.base import Draft, Record
 from tests.faults.broker import Broker, Faults, Place
 from tests.faults.kafka.coordinator import GroupCoordinator
@@ -101,7 +110,7 @@ class FakeKafka:
         self._leaders: dict[tuple[TopicPartition, int], int] = {}
         counts = {topic.name: 1 for topic in FIXED_TOPICS}
         counts |= {work_topic("default").name: SLOTS, TOKENS.name: REPLY_SLOTS}
-        counts |= {MODELS.name: 2, ANSWERS.name: 2}
+        counts |= {MODELS.name: 2, ANSWERS.name: 2, KEYS.name: 1}
         counts |= {OPENAI_REQUESTS.name: API_PARTITIONS, OPENAI_RESPONSES.name: API_PARTITIONS}
         self._counts = {f"{NAMESPACE}.{name}": count for name, count in counts.items()}
 

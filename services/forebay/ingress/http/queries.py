@@ -12,6 +12,7 @@ from pydantic import model_validator
 
 from forebay import runtime
 from forebay.events.request_ids import client_id_of
+from forebay.ingress.caller import caller_of
 from forebay.ingress.errors import MESSAGES_PATH, ApiError, invalid
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.group import GroupClient
@@ -80,7 +81,7 @@ async def respond_to_query(request: Request, models: ServedModels, body: ChatBod
     model, name = await models.find(body.model, request_id)
     status = "error"
     try:
-        prepared, *_ = await model.prepare(body, request.headers.items(), name)
+        prepared, *_ = await model.prepare(body, request.headers.items(), name, caller_of(request.scope))
         result = await model.group.query(request_id, prepared)
         status = "success"
     finally:

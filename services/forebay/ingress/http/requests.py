@@ -22,6 +22,7 @@ from forebay.events.request_ids import NUMBER_BYTES, RequestLocation, client_id_
 from forebay.events.requests import RequestSubmitted
 from forebay.ingress.access_log import add_fields
 from forebay.ingress.bodies import KINDS, AnyBody
+from forebay.ingress.caller import caller_of
 from forebay.ingress.errors import ApiError, internal_error
 from forebay.ingress.finder import RequestFinder
 from forebay.ingress.front import Front
@@ -102,7 +103,7 @@ async def respond(request: Request, models: ServedModels, finder: RequestFinder,
         if isinstance(body, ResponsesBody):
             body = await with_history(body, finder, model.group)
             replies_early = bool(body.background and not body.stream)
-        prepared = await model.prepare(body, request.headers.items(), name)
+        prepared = await model.prepare(body, request.headers.items(), name, caller_of(request.scope))
         add_fields(request.scope, model=body.model)
         run = _Run(request.url.path, model, finder, prepared, began_s, body.outlives, replies_early)
     return await run.submit(request_id, idempotency)

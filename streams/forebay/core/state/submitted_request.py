@@ -43,6 +43,8 @@ class SubmittedRequest:
     patient: bool = False
     idempotency_key: int = 0
     delivery: Delivery = "worker"
+    tenant: str = ""
+    weight: int = 1
 
     @property
     def reply_key(self) -> int:
@@ -76,6 +78,7 @@ class SubmittedRequest:
             self.hints,
             *((("idempotency_key", self.idempotency_key),) if self.idempotency_key else ()),
             *((self.delivery,) if self.delivery != "worker" else ()),
+            *((("tenant", self.tenant, self.weight),) if self.tenant else ()),
             *((("further_ingresses", *self.further_ingresses),) if self.further_ingresses else ()),
             seed=self.content,
         )
@@ -103,6 +106,8 @@ def request_from_event(event: RequestSubmitted, pool: str, offset: int, now_us: 
         patient=event.patient,
         idempotency_key=event.idempotency_key,
         delivery=event.delivery,
+        tenant=event.tenant,
+        weight=event.weight,
     )
 
 

@@ -34,7 +34,7 @@ from forebay.events.topics import Topic
 KEY_BYTES = 32
 REMEMBERED = 1 << 16  # masked numbers, about 13 MB; prefixes recur often
 NO_RECORD = b"\xc1"  # neither JSON nor MessagePack has this byte
-MASKED_NAMES = ("lora", "ingress", "owner", "lease", "session", "namespace", "path")
+MASKED_NAMES = ("lora", "ingress", "owner", "lease", "session", "namespace", "tenant", "path")
 CLIENT_NAMES = ("worker", "taint", "model", "pool", "class")  # masked unless the system has a component of that name
 OWNER_TEXTS = (WORKER_LOST, TIMED_OUT, RESPONSE_OMITTED, LAST_READY)  # outcomes in the owner's own words
 

@@ -16,6 +16,7 @@ from forebay.events.topics import (
     FIXED_TOPICS,
     GROUPS,
     HEARTBEATS,
+    KEYS,
     MODELS,
     OPENAI_REQUESTS,
     OPENAI_RESPONSES,
@@ -49,10 +50,12 @@ RETENTION_MS = {
     SNAPSHOTS.name: 8 * DAY_MS,
     TOKENS.name: DAY_MS,
     MODELS.name: -1,
+    KEYS.name: -1,
     ANSWERS.name: RETENTION_S * 1000,
     # Readers need a few seconds of heartbeats. The minutes help to investigate an incident.
     HEARTBEATS.name: 10 * MINUTE_MS,
 }
+CLEANUP = {MODELS.name: "compact", KEYS.name: "compact", ANSWERS.name: "compact,delete"}
 RETENTION_DEFAULT_MS = 7 * DAY_MS
 WORK_RETENTION_MS = DAY_MS
 # With three replicas, acknowledged records survive the loss of a broker, and the loss of a broker blocks no append.
@@ -86,7 +89,7 @@ class TopicCounts(msgspec.Struct, frozen=True):
 
 def planned(plan: TopicPlan, pools: Sequence[str]) -> list[tuple[Topic, int, dict[str, str]]]:
     """Return every topic with its planned partition count and its configuration on the broker."""
-    counts = {GROUPS.name: 1, SCALING.name: 1, MODELS.name: 2, ANSWERS.name: 2, TOKENS.name: plan.replies}
+    counts = {GROUPS.name: 1, SCALING.name: 1, KEYS.name: 1, MODELS.name: 2, ANSWERS.name: 2, TOKENS.name: plan.replies}
     counts |= dict.fromkeys((OPENAI_REQUESTS.name, OPENAI_RESPONSES.name), plan.kafka_api)
     counts |= dict.fromkeys((topic.name for topic in CONTROL_TOPICS), plan.groups)
     found = [(topic, counts[topic.name], _config(topic, plan.replication)) for topic in FIXED_TOPICS]
@@ -256,7 +259,7 @@ def _config(topic: Topic, replication: int) -> dict[str, str]:
     config: dict[str, Any] = {"max.message.bytes": RECORD_BYTES_MAX + HEADROOM_BYTES}
     config["min.insync.replicas"] = MIN_INSYNC if replication >= REPLICATED else 1
     retention = WORK_RETENTION_MS if topic.name.startswith(work_topic("").name) else RETENTION_DEFAULT_MS
-    config["cleanup.policy"] = {MODELS.name: "compact", ANSWERS.name: "compact,delete"}.get(topic.name, "delete")
+    config["cleanup.policy"] = CLEANUP.get(topic.name, "delete")
     config["retention.ms"] = RETENTION_MS.get(topic.name, retention)
     # Kafka removes only closed segments, and by default closes a segment after a week.
     if topic is ANSWERS or 0 < config["retention.ms"] < DAY_MS:

@@ -1,0 +1,79 @@
+"""Who sent a request: the tenant and the rights of its API key. The log has this with the request."""
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import msgspec
+
+from forebay.events.keys import KeySet
+from forebay.events.requests import RoutingHints
+from forebay.ingress.errors import invalid
+
+_SCOPE_KEY = "forebay.caller"
+
+
+class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Client of a request, as its API key identifies it. Values of `RequestSubmitted` have the same names.
+
+    Attributes:
+        cache_namespace: keys with the same value share cached blocks; empty for a request without a tenant.
+        queue_classes: queue classes of which the client may choose; the first one is the default.
+        key: event of the API key; None for an anonymous client or a key without a tenant.
+    """
+
+    tenant: str = ""
+    key_id: str = ""
+    weight: int = 1
+    end_user: int = 0
+    traceparent: str = ""
+    cache_namespace: str = ""
+    queue_classes: tuple[str, ...] = ()
+    key: KeySet | None = None
+
+    def namespace(self, given: str) -> str:
+        """Return the cache namespace of a request for which the client gave this one."""
+        if not self.cache_namespace:
+            return given
+        return f"{self.cache_namespace}/{given}" if given else self.cache_namespace
+
+    def routing(self, hints: RoutingHints) -> RoutingHints:
+        """Return the hints of a request without a priority above that of the key.
+
+        Raises ApiError (400) for a queue class that the key may not use.
+        """
+        if self.key is None:
+            return hints
+        allowed, chosen = self.queue_classes, hints.policy_class
+        if chosen and allowed and chosen not in allowed:
+            text = f"the API key may not use the queue class {chosen!r}; it may use: {', '.join(allowed)}"
+            raise invalid(text, "nvext.policy_class", "queue_class_not_allowed")
+        if not allowed:
+            chosen = ""
+        elif not chosen:
+            chosen = allowed[0]
+        return msgspec.structs.replace(hints, policy_class=chosen, priority=min(hints.priority, 0), strict_priority=0)
+
+
+ANONYMOUS = Caller()
+
+
+def caller_with(key: KeySet) -> Caller:
+    """Return the caller that an API key identifies."""
+    return Caller(
+        tenant=key.tenant,
+        key_id=key.key_id,
+        weight=key.weight,
+        cache_namespace=key.cache_namespace or key.tenant,
+        queue_classes=key.queue_classes,
+        key=key,
+    )
+
+
+def set_caller(scope: MutableMapping[str, Any], caller: Caller) -> None:
+    scope[_SCOPE_KEY] = caller
+
+
+def caller_of(scope: MutableMapping[str, Any]) -> Caller:
+    """Return the caller of an HTTP request."""
+    found: Caller = scope.get(_SCOPE_KEY, ANONYMOUS)
+    return found

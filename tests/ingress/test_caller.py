@@ -1,0 +1,40 @@
+"""The tenant of an API key on the log, its cache namespace and its queue class."""
+
+import pytest
+
+from forebay.events.keys import KeySet
+from forebay.events.requests import RoutingHints
+from forebay.ingress.caller import ANONYMOUS, caller_with
+from forebay.ingress.errors import ApiError
+
+KEY = KeySet(key_hash="ab" * 32, tenant="acme", weight=3, queue_classes=("silver", "batch"))
+
+
+def test_a_key_names_its_tenant_and_hides_itself() -> None:
+    caller = caller_with(KEY)
+    assert (caller.tenant, caller.key_id, caller.weight) == ("acme", "abababababab", 3)
+
+
+@pytest.mark.parametrize(("given", "expected"), [("", "acme"), ("chat", "acme/chat")])
+def test_tenants_do_not_share_cached_blocks(given: str, expected: str) -> None:
+    assert caller_with(KEY).namespace(given) == expected
+    assert ANONYMOUS.namespace(given) == given
+
+
+def test_a_client_may_only_lower_its_priority() -> None:
+    caller = caller_with(KEY)
+    assert caller.routing(RoutingHints(priority=9, strict_priority=5)) == RoutingHints(policy_class="silver")
+    lowered = RoutingHints(policy_class="batch", priority=-4)
+    assert caller.routing(lowered) == lowered
+    with pytest.raises(ApiError, match="may not use the queue class 'gold'; it may use: silver, batch"):
+        caller.routing(RoutingHints(policy_class="gold"))
+
+
+def test_without_a_tenant_hints_stay() -> None:
+    hints = RoutingHints(priority=9, strict_priority=5, policy_class="gold")
+    assert ANONYMOUS.routing(hints) is hints
+
+
+def test_a_key_without_classes_uses_the_default_class() -> None:
+    caller = caller_with(KeySet(key_hash="cd" * 32, tenant="acme"))
+    assert caller.routing(RoutingHints(policy_class="gold")).policy_class == ""
