@@ -50,7 +50,7 @@ setup-engines: $(READY_ENGINES) ## build .venv-engines: vLLM on the CPU, torch, 
 setup-clients: $(READY_CLIENTS) ## build .venv-clients: official clients of the APIs, for Python and Node
 	@echo 'ready: $(VENV_CLIENTS)'
 
-setup-gateway: $(READY_GATEWAY) ## build .venv-gateway: Envoy, for demo-gateway
+setup-gateway: $(READY_GATEWAY) ## build .venv-gateway: Envoy, for demo-gateway and test-engines
 	@echo 'ready: $(VENV_GATEWAY)'
 
 up: $(READY) ## serve in one process with `forebay up`; options in ARGS="..."
@@ -76,7 +76,7 @@ fuzz-bugs: $(READY) ## check that the simulation finds each planted bug; a name 
 test-kafka: $(READY) ## run the tests on real Kafka and Redis (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/pytest $(REAL) tests/integration $(ARGS)
 
-test-engines: $(READY_ENGINES) ## run the tests on real vLLM, Kafka and Redis; options in ARGS="..."
+test-engines: $(READY_ENGINES) $(READY_GATEWAY) ## run the tests on real vLLM, Envoy, Kafka and Redis; options in ARGS="..."
 	@$(VENV_ENGINES)/bin/pytest $(REAL) tests/engines $(ARGS)
 
 test-clients: $(READY_CLIENTS) ## run the tests with official clients of the APIs; options in ARGS="..."

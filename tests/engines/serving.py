@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ LEASE_TTL_S = 5.0  # two cores may be busy for a second or two
 TIMEOUT_S = 120.0
 STARTED_WITHIN_S = 240.0  # two vLLM side by side on two cores
 PORTS = 2  # of each worker: the replay of its KV events, its metrics
+SERVER_PORTS = 4  # of each server: its API, its KV events, their replay, NIXL's side channel
+SERVER_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
 READ_MAX = 1_000
 NUMBERS = itertools.count()
 
@@ -82,6 +85,61 @@ def vllm_options(model: Path, ports: Ports, events: Path) -> list[str]:
         "engine-args": json.dumps(arguments),
     }
     return [text for name, value in options.items() for text in (f"--{name}", str(value))]
+
+
+@dataclass(frozen=True, slots=True)
+class VllmServer:
+    """Addresses of a vLLM server that workers attach.
+
+    Attributes:
+        first_port: first of its `SERVER_PORTS` ports.
+    """
+
+    model_names: tuple[str, ...]
+    first_port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.first_port}"
+
+    @property
+    def ports(self) -> Ports:
+        """Ports of its metrics, which the API serves, and of its replay socket."""
+        return Ports(replay=self.first_port + 2, metrics=self.first_port)
+
+    def command(self, model: Path, *options: str) -> list[str]:
+        """Return the command that serves the model, with further options of `vllm serve`."""
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{self.first_port + 1}",
+            "replay_endpoint": f"tcp://*:{self.first_port + 2}",
+            "topic": "kv-events",
+        }
+        nixl = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.first_port + 3)}
+        values: dict[str, Any] = {
+            "model": model,
+            "host": HOST,
+            "port": self.first_port,
+            "dtype": "float32",
+            "max-model-len": CONTEXT_TOKENS,
+            "block-size": BLOCK,
+            "max-num-seqs": 8,
+            "num-gpu-blocks-override": BLOCKS,
+            "kv-events-config": json.dumps(events),
+        }
+        return [
+            *("env", *(f"{name}={value}" for name, value in (SERVER_ENVIRONMENT | nixl).items())),
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"),
+            *(text for name, value in values.items() for text in (f"--{name}", str(value))),
+            *("--served-model-name", *self.model_names),
+            *options,
+        ]
+
+    def upstream(self) -> list[str]:
+        """Return the options of `forebay worker` that attach the server."""
+        events = ",".join(f"tcp://{HOST}:{self.first_port + at}" for at in (1, 2))
+        return ["--upstream", self.url, "--upstream-kv-events", events, "--lease-ttl-s", str(LEASE_TTL_S)]
 
 
 @dataclass(slots=True)

@@ -9,8 +9,7 @@ model. The tests share one cluster and run in order; the last ones kill the serv
 import asyncio
 import importlib.util
 import json
-import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,20 +25,17 @@ import pytest_asyncio
 from forebay.events.fleet import WorkerLost
 from forebay.events.topics import FLEET
 from forebay.transport.kafka.topics import TopicPlan
-from infra.kafka.kafka import HOST
 from tests.engines.oracle import GREEDY, Transformers
 from tests.engines.serving import (
     BLOCK,
-    BLOCKS,
-    CONTEXT_TOKENS,
-    LEASE_TTL_S,
     LORA_RANK_MAX,
     MODEL,
+    SERVER_PORTS,
     STARTED_WITHIN_S,
     TIMEOUT_S,
     Answer,
-    Ports,
     Serving,
+    VllmServer,
     ports_of,
     prompt_of,
     served,
@@ -62,69 +58,12 @@ LONG = 400  # tokens of a response that outlasts what is done to its server
 STREAMS = 64  # of one client; the server runs eight at once
 HITS = "vllm:prefix_cache_hits_total"
 GENERATED = "vllm:generation_tokens_total"
-PORTS = 4  # of each server: its API, its KV events, their replay, NIXL's side channel
-ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(2 * TIMEOUT_S + STARTED_WITHIN_S),  # three vLLM start in the first test
     pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="vLLM's NixlConnector needs the package nixl"),
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class VllmServer:
-    """Addresses of a server.
-
-    Attributes:
-        first_port: first of its `PORTS` ports.
-    """
-
-    model_names: tuple[str, ...]
-    first_port: int
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.first_port}"
-
-    @property
-    def ports(self) -> Ports:
-        """Ports of its metrics, which the API serves, and of its replay socket."""
-        return Ports(replay=self.first_port + 2, metrics=self.first_port)
-
-    def command(self, model: Path, transfer: Mapping[str, Any], *options: str) -> list[str]:
-        events = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": f"tcp://*:{self.first_port + 1}",
-            "replay_endpoint": f"tcp://*:{self.first_port + 2}",
-            "topic": "kv-events",
-        }
-        nixl = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.first_port + 3)}
-        values: dict[str, Any] = {
-            "model": model,
-            "host": HOST,
-            "port": self.first_port,
-            "dtype": "float32",
-            "max-model-len": CONTEXT_TOKENS,
-            "block-size": BLOCK,
-            "max-num-seqs": 8,
-            "num-gpu-blocks-override": BLOCKS,
-            "kv-events-config": json.dumps(events),
-            "kv-transfer-config": json.dumps(transfer),
-        }
-        return [
-            *("env", *(f"{name}={value}" for name, value in (ENVIRONMENT | nixl).items())),
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"),
-            *(text for name, value in values.items() for text in (f"--{name}", str(value))),
-            *("--served-model-name", *self.model_names),
-            *options,
-        ]
-
-    def upstream(self) -> list[str]:
-        """Return the options of `forebay worker` that attach the server."""
-        events = ",".join(f"tcp://{HOST}:{self.first_port + at}" for at in (1, 2))
-        return ["--upstream", self.url, "--upstream-kv-events", events, "--lease-ttl-s", str(LEASE_TTL_S)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,15 +92,17 @@ async def system(
 ) -> AsyncIterator[System]:
     """A router, an ingress, and the workers of three models, all serving."""
     folder = tmp_path_factory.mktemp("vllm-attached")
-    server, prefill = VllmServer((MODEL, SPLIT), free_ports(PORTS)), VllmServer((SPLIT,), free_ports(PORTS))
+    server, prefill = (
+        VllmServer((MODEL, SPLIT), free_ports(SERVER_PORTS)),
+        VllmServer((SPLIT,), free_ports(SERVER_PORTS)),
+    )
     ports = {**ports_of([HOSTED]), ATTACHED: server.ports, PREFILL: prefill.ports}
     plan = TopicPlan(groups=3, slots=PLAN.slots, replies=PLAN.replies, kafka_api=1)
-    transfer = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
     async with Cluster(kafka, redis_url, NAMESPACE, folder, plan) as cluster:
         options = ("--enable-prompt-tokens-details", "--enable-lora", "--max-lora-rank", str(LORA_RANK_MAX))
-        command = server.command(model, transfer | {"kv_role": "kv_consumer"}, *options)
+        command = server.command(model, *transfers("kv_consumer"), *options)
         cluster.processes.start(SERVER, command)
-        cluster.processes.start("prefill", prefill.command(model, transfer | {"kv_role": "kv_producer"}))
+        cluster.processes.start("prefill", prefill.command(model, *transfers("kv_producer")))
         cluster.router("r1")
         cluster.ingress("i1", "--routing-hints")
         cluster.worker(MOCK)
@@ -179,6 +120,13 @@ async def system(
             client_of(serving.url) as client,
         ):
             yield System(serving, client, server, command)
+
+
+def transfers(role: str) -> tuple[str, str]:
+    """Return the options of a server that transfers KV over NIXL."""
+    return "--kv-transfer-config", json.dumps(
+        {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", "kv_role": role}
+    )
 
 
 @asynccontextmanager
