@@ -17,8 +17,9 @@ from typing import Any, Protocol
 
 from forebay.runtime.errors import ConfigError
 from forebay.transport.base import LogError
+from forebay.transport.kafka.topics import TopicPlan
 from infra.kafka.kafka import tail
-from tests.harness.cluster import Cluster, remove_topics
+from tests.harness.cluster import PLAN, Cluster, remove_topics
 from tests.harness.local import Missing, local_kafka, local_redis
 from tests.harness.processes import ProcessError
 
@@ -107,10 +108,10 @@ class Place:
     is_kept: bool
 
     @asynccontextmanager
-    async def cluster(self) -> AsyncIterator[Cluster]:
+    async def cluster(self, plan: TopicPlan = PLAN) -> AsyncIterator[Cluster]:
         namespace = f"demo-{uuid.uuid4().hex[:8]}"
         try:
-            async with Cluster(self.kafka, self.redis_url, namespace, self.folder) as cluster:
+            async with Cluster(self.kafka, self.redis_url, namespace, self.folder, plan) as cluster:
                 yield cluster
         finally:
             if self.is_kept:
