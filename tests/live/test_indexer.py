@@ -1,6 +1,7 @@
 """A replica of the indexer has the state of the owner, whatever Faust delivers, and says so if it cannot have it."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -10,13 +11,17 @@ from hypothesis import Phase, given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from forebay.core.restore import restore
+from forebay.core.routing.policies import CustomPolicies
 from forebay.core.step import advance
 from forebay.core.world import CORE_VERSION, World
 from forebay.events.codec import encode
 from forebay.events.decisions import Advanced, Sealed
 from forebay.events.groups import GroupPlaced
+from forebay.events.snapshots import Chunk
 from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SNAPSHOTS
 from forebay.journal import records as recorded
+from forebay.journal import snapshots
 from forebay.live.indexer import delivered_log, replica
 from forebay.live.indexer.delivered_log import TOPICS, DeliveredLog
 from forebay.live.indexer.indexer import Indexer
@@ -43,6 +48,7 @@ from tests.live.shared import (
 from tests.system import MODEL, System, until
 
 READ_MAX = 100_000
+PATIENCE_S = 10.0
 deliveries = st.lists(
     st.tuples(st.sampled_from([topic.name for topic in TOPICS]), st.integers(0, 40), st.integers(1, 12)), max_size=40
 )
@@ -237,6 +243,26 @@ async def test_a_replica_that_cannot_follow_gives_the_reason_and_is_restored(
         assert ours.position().journal_offset == journal_end(log)
     counted = registry.get_sample_value("forebay_indexer_digest_differences_total", {"group": MODEL})
     assert bool(counted) is differences
+
+
+async def test_other_tasks_run_while_a_snapshot_is_restored(log: SqliteLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with System(log).started(workers=2) as system, system.owned() as owner:
+        await serve(system, owner, "a")
+    begun, others_ran = threading.Event(), threading.Event()
+    waited: list[bool] = []
+
+    def restore_slowly(parts: list[Chunk], custom: CustomPolicies) -> World:
+        begun.set()
+        waited.append(others_ran.wait(PATIENCE_S))
+        return restore(parts, custom)
+
+    monkeypatch.setattr(snapshots, "restore", restore_slowly)
+    ours = replica_of(log)
+    async with background(ours.run()):
+        await until(begun.is_set)
+        others_ran.set()
+        await until(lambda: ours.problem is None)
+    assert waited == [True]
 
 
 async def test_a_replica_waits_for_its_own_version_of_the_rules(

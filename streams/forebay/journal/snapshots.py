@@ -121,7 +121,7 @@ async def chunks_end(log: Log, partition: int, taken: SnapshotRecord) -> int:
 async def load_snapshot(
     log: Log, partition: int, taken: SnapshotRecord, custom: CustomPolicies | None = None, *, any_rules: bool = False
 ) -> World:
-    """Return the world that a snapshot holds.
+    """Return the world that a snapshot holds. A thread builds it, because that takes seconds for a large index.
 
     With `any_rules`, the owner may have had other decision rules. Then only the checksum of the chunks is checked,
     because the digest of the state depends on the rules. Raises OtherRules, MissingChunk, OtherState, or LogError if
@@ -130,11 +130,15 @@ async def load_snapshot(
     is_own = taken.core_version == CORE_VERSION
     parts = await _checked_parts(log, partition, taken) if any_rules else await _parts(log, partition, taken)
     await _require_of_seal(log, partition, taken, parts)
-    with _of_state(taken):
-        world = restore(parts, custom or {})
-    if is_own:
-        _require_sealed(taken, world.digest())
-    return world
+
+    def restored() -> World:
+        with _of_state(taken):
+            world = restore(parts, custom or {})
+        if is_own:
+            _require_sealed(taken, world.digest())
+        return world
+
+    return await runtime.offload(restored)
 
 
 async def load_continued(log: Log, partition: int, claim: OwnerClaimed, custom: CustomPolicies | None = None) -> World:
