@@ -13,9 +13,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from forebay.core.block_hashes import block_hashes, extend_chain
+from forebay.core.routing.policies import BUILT_IN
 from forebay.core.state.prefix_index import PrefixIndex
 from forebay.events.base import pack_u32
 from forebay.events.codec import encode
+from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import RequestRouted
 from forebay.events.groups import GroupPlaced
 from forebay.events.kv import BlocksStored
@@ -34,6 +36,7 @@ from forebay.transport.sqlite.log import SqliteLog
 from tests.live.shared import background
 from tests.system import BLOCK, MODEL, System, until
 
+CUSTOM = "mine.Policy"
 PROMPT = list(range(5 * BLOCK))
 TEXT = "the log is the truth, and every decision on it can be derived again"
 
@@ -76,7 +79,7 @@ class Scene:
 
 
 @asynccontextmanager
-async def serving(log: SqliteLog, tmp_path: Path, card: str) -> AsyncIterator[Scene]:
+async def serving(log: SqliteLog, tmp_path: Path, card: str, **owner_settings: Any) -> AsyncIterator[Scene]:
     """Run an owner with two workers, and an indexer that has its group."""
     for name, partition in ((MODEL, 0), ("other", 1), ("lost", 2)):
         value = encode(GROUPS, GroupPlaced(group=name, partition=partition))
@@ -88,7 +91,7 @@ async def serving(log: SqliteLog, tmp_path: Path, card: str) -> AsyncIterator[Sc
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         System(log).started(workers=2, card=card) as system,
-        system.owned(fleet=2) as owner,
+        system.owned(fleet=2, **owner_settings) as owner,
         httpx.AsyncClient(transport=transport, base_url="http://indexer") as client,
         background(indexer.run(log, directory)),
     ):
@@ -154,6 +157,26 @@ async def test_a_selection_is_the_next_decision_and_changes_nothing(scene: Scene
     assert min(one["cost"] for one in selected["candidates"]) == routed.terms.cost
     assert (selected["reason"], selected["would_wait"]) == (None, False)
     await scene.current()  # the journal is derived on
+
+
+async def test_a_selection_by_a_policy_that_the_indexer_lacks_names_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index and the load need no policy. The first decision by this policy ends the replica's current state."""
+    monkeypatch.setattr(delivered_log, "QUIET_S", 0.001)
+    log = SqliteLog.open(None)
+    pool = PoolConfigured(pool="default", model=MODEL, block_size=BLOCK, router=RouterConfig(mode=CUSTOM))
+    async with serving(log, tmp_path, "", pool=pool, policies={CUSTOM: BUILT_IN["kv"]}) as scene:
+        scene.indexer.assign({0}, {})
+        await until(lambda: scene.indexer.replicas)
+        await scene.current()
+        refused = await scene.post(f"{MODEL}/select", 503, token_ids=PROMPT)
+        assert refused["error"]["code"] == "policy_missing"
+        assert f"pass --allow-policy {CUSTOM}" in refused["error"]["message"]
+        assert (await scene.post(f"{MODEL}/overlaps", token_ids=PROMPT))["ranks"] == []
+        await scene.system.serve("a", PROMPT)
+        await until(lambda: f"pass --allow-policy {CUSTOM}" in str(scene.replica.problem))
+    log.close()
 
 
 async def test_a_dump_restores_the_index(scene: Scene) -> None:

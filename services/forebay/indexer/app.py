@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
 from forebay.core.dispatch import query
+from forebay.core.routing.policies import PolicyMissing
 from forebay.core.world import Stamp
 from forebay.events.base import array_u64
 from forebay.events.names import unknown_name
@@ -156,7 +157,10 @@ def _add_queries(app: FastAPI, indexer: Indexer, tokenizers: Tokenizers) -> None
         replica, asked, _ = await _asked(request, model)
         world = replica.world
         stamp: Stamp = {"owner_epoch": world.owner_epoch, "seq": world.seq, "consumed": (), "owner_nonce": ""}
-        selected = query(world, asked, stamp)
+        try:
+            selected = query(world, asked, stamp)
+        except PolicyMissing as missing:
+            raise ApiError(503, "policy_missing", f"no selection for {model}: {missing}") from missing
         reason = {"reason": selected.reason, "message": selected.message}
         return _json({"position": replica.position(), **route_of(selected, model, asked.prompt_tokens), **reason})
 
