@@ -26,6 +26,7 @@ from forebay.live.indexer import delivered_log, replica
 from forebay.live.indexer.delivered_log import TOPICS, DeliveredLog
 from forebay.live.indexer.indexer import Indexer
 from forebay.live.indexer.replica import IndexerMetrics, Replica
+from forebay.live.owner import owner as owner_module
 from forebay.transport.base import Draft, Log, LogError, Record
 from forebay.transport.directory import Directory
 from forebay.transport.sqlite.log import SqliteLog
@@ -299,6 +300,16 @@ async def test_every_digest_of_the_owner_proves_the_replica(log: SqliteLog) -> N
         await until(lambda: restored.problem is None)
     assert restored.position().proven_at is not None  # by the digest of the snapshot
     assert state(restored.world) == state(ours.world)
+
+
+async def test_events_of_a_group_without_requests_become_part_of_the_state(
+    log: SqliteLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner_module, "QUIET_S", 0.001)
+    async with System(log).started(workers=2) as system:
+        ours = replica_of(log)
+        async with background(ours.run()), system.owned(fleet=2, heartbeats=True):
+            await until(lambda: len(ours.world.fleet) == 2)
 
 
 async def test_a_process_keeps_the_groups_that_faust_assigns_to_it(unproven_log: SqliteLog) -> None:

@@ -513,7 +513,8 @@ SnapshotRecord = SnapshotTaken | Sealed
 class Advanced(Decision, tag="advanced", frozen=True, kw_only=True):
     """Journal record without a decision. It records consumed events and a digest of the state.
 
-    The owner writes it if `consumed` would otherwise become too long, and to seal a snapshot.
+    The owner writes it if `consumed` would otherwise become too long, to seal a snapshot, and in a distributed system
+    if it has journalled nothing for a second.
 
     Attributes:
         digest: digest of the state after the consumed events.

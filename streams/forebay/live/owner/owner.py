@@ -74,6 +74,7 @@ __all__ = ["GroupSettings", "Owner", "OwnershipLost"]
 
 RUN_US_MAX = 5_000  # bounds how long the records of one topic delay the records of the next topic
 RUN_SLICE = 16  # records between two readings of the clock
+QUIET_S = 1.0  # without a journal record, after which applied events are journalled without a decision
 CAUGHT_UP_S = 60  # a reader that gets no record for this long, although the partition has more, is stuck
 NONCE_BYTES = 8  # no two claims of any groups have the same nonce
 CLOCK_AHEAD_US = 1_000_000  # synchronised clocks differ by less
@@ -147,6 +148,7 @@ class Owner:
         if settings.heartbeats:
             self._heartbeats = HeartbeatWriter(log, settings.partition, settings.group, settings.owner_id)
         self.ingresses: IngressPresence | None = None
+        self._journalled_s = runtime.monotonic_s()
         self.dead_letters = 0
         self.unsent = 0
         self.tally = DecisionTally()
@@ -334,6 +336,8 @@ class Owner:
                 f" {self.journal.epoch}"
             )
         records += [self.snapshots.seal_last(self.world)] if seals else self.snapshots.records(self.world)
+        if not records and self._has_unread():
+            records.append(advance(self.world))
         if records:
             await self._journal(records)
             await self._act(decided, submitted)
@@ -341,6 +345,11 @@ class Owner:
             self._send(letters)
         if not seals:
             self.snapshots.work(self.world)
+
+    def _has_unread(self) -> bool:
+        """Return whether readers of the journal in other processes, such as indexers, lack events for too long."""
+        is_read = self._heartbeats is not None and bool(self.world.consumed)
+        return is_read and runtime.monotonic_s() - self._journalled_s >= QUIET_S
 
     def _beat(self) -> None:
         if self._heartbeats is not None:
@@ -414,6 +423,7 @@ class Owner:
 
     async def _journal(self, records: Sequence[JournalRecord]) -> None:
         await self.journal.append(records)
+        self._journalled_s = runtime.monotonic_s()
         self.snapshots.journalled(records, self.journal.end)
 
     async def _act(self, decided: Sequence[AnyDecision], submitted: dict[int, RequestSubmitted]) -> None:
