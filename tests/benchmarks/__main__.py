@@ -5,6 +5,7 @@ import sys
 
 NAMES = (
     "index",
+    "indexer",
     "decision",
     "snapshot",
     "http",

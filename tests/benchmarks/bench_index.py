@@ -236,9 +236,9 @@ def measured(work: Callable[[], None], blocks: int, events: int) -> Line:
     }
 
 
-def rss_bytes() -> int:
-    """Return the resident memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def rss_bytes(pid: int | str = "self") -> int:
+    """Return the resident memory of a process, by default this one."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def run_peer(python: Path, case: Case) -> list[Line]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 import uvloop
@@ -162,13 +163,13 @@ class RunResult:
 # --- the owner's process ----------------------------------------------------------------------------------------------
 
 
-def serve(settings: KafkaSettings, workers: int, driver: Connection) -> None:
+def serve(settings: KafkaSettings, workers: int, driver: Connection, changes: dict[str, Any]) -> None:
     """Own the group: send None once all workers are admitted, receive the ends of the inputs, and send the usage."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings, workers, driver))
+        runner.run(_serve(settings, workers, driver, changes))
 
 
-async def _serve(settings: KafkaSettings, workers: int, driver: Connection) -> None:
+async def _serve(settings: KafkaSettings, workers: int, driver: Connection, changes: dict[str, Any]) -> None:
     leases = embedded_leases()
     for number in range(workers):
         sizes = {"kv_blocks_total": 65_536, "max_num_seqs": 512, "max_num_batched_tokens": 65_536}
@@ -176,7 +177,7 @@ async def _serve(settings: KafkaSettings, workers: int, driver: Connection) -> N
         leases.acquire(MODEL, spec.worker_id, spec.worker_id, msgspec.msgpack.encode(WorkerLease(spec=spec)), HOUR_MS)
     pool = PoolConfigured(pool=POOL, model=MODEL, block_size=BLOCK_SIZE)
     log = await KafkaLog.open(settings)
-    owner = Owner(log, leases, GroupSettings(MODEL, 0, "bench", pools=(pool,), slots_max=workers))
+    owner = Owner(log, leases, GroupSettings(MODEL, 0, "bench", pools=(pool,), slots_max=workers, **changes))
     await owner.start()
     running = asyncio.create_task(owner.run())
     await _until(running, lambda: _ready(owner) == workers)
@@ -204,11 +205,11 @@ def _ready(owner: Owner) -> int:
 
 
 @contextmanager
-def owner_process(settings: KafkaSettings, workers: int) -> Iterator["OwnerProcess"]:
-    """Run the owner process until its workers are admitted, and end it after the body."""
+def owner_process(settings: KafkaSettings, workers: int, **changes: Any) -> Iterator["OwnerProcess"]:
+    """Run the owner process until its workers are admitted, and end it after the body. `changes` are its settings."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=serve, args=(settings, workers, there), daemon=True)
+    process = context.Process(target=serve, args=(settings, workers, there, changes), daemon=True)
     process.start()
     assert process.pid is not None
     there.close()  # so that this process notices its end
