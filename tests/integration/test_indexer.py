@@ -1,13 +1,20 @@
 """Two indexers share the groups, and prove their state while owners and indexers die."""
 
 import functools
+import itertools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from aiokafka import TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
 
-from tests.harness.cluster import GROUP
+from forebay.events.decisions import SnapshotTaken
+from forebay.events.topics import DECISIONS
+from forebay.events.topics import SNAPSHOTS as SNAPSHOTS_TOPIC
+from tests.harness.cluster import GROUP, Cluster
 from tests.harness.indexers import INDEXERS, Indexers
 from tests.integration.conftest import MakeCluster
 from tests.integration.stream_clients import BLOCK, prompt
@@ -23,6 +30,14 @@ def client() -> Iterator[httpx.Client]:
         yield opened
 
 
+async def serve_requests(cluster: Cluster, numbers: Iterator[int]) -> None:
+    async with httpx.AsyncClient(timeout=60) as clients:
+        for number in itertools.islice(numbers, REQUESTS):
+            body = {"model": GROUP, "prompt": prompt(number % 3), "max_tokens": SHORT}
+            response = await clients.post(f"{cluster.urls['i1']}/v1/completions", json=body)
+            assert response.status_code == httpx.codes.OK, response.text
+
+
 @pytest.mark.timeout(400)
 async def test_two_indexers_prove_their_state_while_owners_and_indexers_die(
     make_cluster: MakeCluster, client: httpx.Client
@@ -33,17 +48,7 @@ async def test_two_indexers_prove_their_state_while_owners_and_indexers_die(
         for name in INDEXERS:
             indexers.start(name)
         holder = await indexers.holder()
-        number = 0
-
-        async def load() -> None:
-            nonlocal number
-            async with httpx.AsyncClient(timeout=60) as clients:
-                for _ in range(REQUESTS):
-                    body = {"model": GROUP, "prompt": prompt(number % 3), "max_tokens": SHORT}
-                    response = await clients.post(f"{cluster.urls['i1']}/v1/completions", json=body)
-                    assert response.status_code == httpx.codes.OK, response.text
-                    number += 1
-
+        load = functools.partial(serve_requests, cluster, itertools.count())
         await load()
         await indexers.proven(holder)
         other = {"x0": "x1", "x1": "x0"}[holder]
@@ -68,6 +73,32 @@ async def test_two_indexers_prove_their_state_while_owners_and_indexers_die(
         assert max(rank["device"] for rank in indexers.overlaps(now, prompt(0))) == len(prompt(0)) // BLOCK
         await cluster.stop(other)
         await cluster.require_verified()
+
+
+@pytest.mark.timeout(300)
+async def test_an_indexer_that_starts_on_a_log_with_removed_records_names_them(
+    make_cluster: MakeCluster, client: httpx.Client
+) -> None:
+    async with make_cluster("indexer-removed") as cluster:
+        await cluster.serve(("r1",), ("w1",), ("i1",), router=SNAPSHOTS)
+        await serve_requests(cluster, itertools.count())
+        await cluster.until("there is a snapshot", functools.partial(cluster.events, DECISIONS, SnapshotTaken))
+        cluster.kill("r1")
+        indexers, partition = Indexers(cluster, client), cluster.partition()
+        admin = AIOKafkaAdminClient(**cluster.settings.client_options())
+        await admin.start()
+        for topic in (SNAPSHOTS_TOPIC, DECISIONS):  # the chunks of the snapshot, then its record, too
+            place = TopicPartition(cluster.settings.topic(topic.name), partition)
+            end = await cluster.log.end(topic.name, partition)
+            await admin.delete_records({place: RecordsToDelete(before_offset=end)})
+            indexers.start("x0")
+            lacks = f"{topic.name}/{partition} no longer holds offset 0: check the retention of the topic"
+            await cluster.until(
+                lacks, lambda: indexers.group("x0").get("problem"), functools.partial(operator.eq, lacks)
+            )
+            assert (indexers.get("x0", "/ready") or httpx.Response(0)).status_code == 503
+            cluster.kill("x0")
+        await admin.close()
 
 
 def is_following(entry: dict[str, Any]) -> bool:
