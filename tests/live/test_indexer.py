@@ -302,10 +302,12 @@ async def test_every_digest_of_the_owner_proves_the_replica(log: SqliteLog) -> N
     assert state(restored.world) == state(ours.world)
 
 
+@pytest.mark.parametrize(("quiet_s", "unread_max"), [(0.001, 1 << 60), (1e9, 1)])
 async def test_events_of_a_group_without_requests_become_part_of_the_state(
-    log: SqliteLog, monkeypatch: pytest.MonkeyPatch
+    log: SqliteLog, monkeypatch: pytest.MonkeyPatch, quiet_s: float, unread_max: int
 ) -> None:
-    monkeypatch.setattr(owner_module, "QUIET_S", 0.001)
+    monkeypatch.setattr(owner_module, "QUIET_S", quiet_s)
+    monkeypatch.setattr(owner_module, "UNREAD_MAX", unread_max)
     async with System(log).started(workers=2) as system:
         ours = replica_of(log)
         async with background(ours.run()), system.owned(fleet=2, heartbeats=True):

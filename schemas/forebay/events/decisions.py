@@ -514,7 +514,7 @@ class Advanced(Decision, tag="advanced", frozen=True, kw_only=True):
     """Journal record without a decision. It records consumed events and a digest of the state.
 
     The owner writes it if `consumed` would otherwise become too long, to seal a snapshot, and in a distributed system
-    if it has journalled nothing for a second.
+    for readers of the journal if it makes no decision for a second or 1,000 events.
 
     Attributes:
         digest: digest of the state after the consumed events.

@@ -74,7 +74,10 @@ __all__ = ["GroupSettings", "Owner", "OwnershipLost"]
 
 RUN_US_MAX = 5_000  # bounds how long the records of one topic delay the records of the next topic
 RUN_SLICE = 16  # records between two readings of the clock
-QUIET_S = 1.0  # without a journal record, after which applied events are journalled without a decision
+# Bounds after which applied events are journalled without a decision, for readers of the journal in other processes. An
+# indexer answers no query while it applies the events of one record, at up to 20 µs per event.
+QUIET_S = 1.0
+UNREAD_MAX = 1_000
 CAUGHT_UP_S = 60  # a reader that gets no record for this long, although the partition has more, is stuck
 NONCE_BYTES = 8  # no two claims of any groups have the same nonce
 CLOCK_AHEAD_US = 1_000_000  # synchronised clocks differ by less
@@ -347,9 +350,12 @@ class Owner:
             self.snapshots.work(self.world)
 
     def _has_unread(self) -> bool:
-        """Return whether readers of the journal in other processes, such as indexers, lack events for too long."""
-        is_read = self._heartbeats is not None and bool(self.world.consumed)
-        return is_read and runtime.monotonic_s() - self._journalled_s >= QUIET_S
+        """Return whether the journal lacks too many applied events, or lacks one for too long."""
+        consumed = self.world.consumed
+        if self._heartbeats is None or not consumed:
+            return False
+        is_quiet = runtime.monotonic_s() - self._journalled_s >= QUIET_S
+        return is_quiet or sum(run.count for run in consumed) >= UNREAD_MAX
 
     def _beat(self) -> None:
         if self._heartbeats is not None:
