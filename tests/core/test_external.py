@@ -76,6 +76,16 @@ def test_the_loss_of_its_worker_aborts_it_once(pinned: str, begins: bool) -> Non
     assert (type(aborted), aborted.reason, aborted.worker_id) == (RequestAborted, "pinned_worker_lost", "")
 
 
+def test_the_loss_of_the_worker_in_its_hint_does_not_matter_after_a_move() -> None:
+    drive = drive_of("a", "b")
+    ask(drive, worker_id="a")
+    drive.emit(AttemptMoved, "r", endpoint=SERVERS["b"])
+    assert drive.lose("a") == []
+    assert drive.active().worker_id == "b"
+    (aborted,) = drive.lose("b")
+    assert (aborted.reason, aborted.holder) == ("pinned_worker_lost", None)
+
+
 def test_a_rejection_by_its_server_aborts_it_although_others_are_ready() -> None:
     drive = drive_of("a", "b")
     routed = ask(drive)

@@ -18,6 +18,7 @@ from forebay.events.progress import (
 from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.ingress.errors import ApiError
 from forebay.picker import exchange
+from forebay.picker.answer import Answer
 from forebay.picker.server import build_server
 from forebay.runtime.errors import ConfigError
 from tests.ingress.conftest import BODY_MAX, EMBED, TEXT, chat, text
@@ -119,6 +120,14 @@ async def test_an_answer_of_an_unreadable_length_is_passed_on(
     await call.begin()
     assert await call.pass_on(b"data: " + b"x" * 80_000, COUNTS) == b"data: " + b"x" * 80_000 + COUNTS
     await picker.reported(RequestFinished)
+
+
+def test_a_long_event_in_many_parts_is_searched_once() -> None:
+    answer, part = Answer(is_stream=True, hides_usage=True), b"x" * 32
+    assert answer.feed(b"data: ", is_last=False) == b""
+    assert not any(answer.feed(part, is_last=False) for _ in range(100_000))  # takes minutes if each searches all
+    assert answer.feed(b"\r\n\r", is_last=False) == b""
+    assert len(answer.feed(b"\ndata: ", is_last=False)) == 100_000 * len(part) + 10
 
 
 async def test_progress_after_a_move_is_that_of_the_other_worker(picker: PickerScene) -> None:

@@ -12,6 +12,7 @@ from forebay.events.codec import MALFORMED
 from forebay.events.progress import FinishReason
 
 EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+EVENT_END_BYTES = 4
 FOLLOWED_MAX = 8 << 20  # bytes of an event, or of a whole answer; a longer one is passed on without being read
 EVENT_STREAM = "text/event-stream"
 
@@ -51,7 +52,8 @@ class Answer:
         self.finish_reason: FinishReason = "stop"
         self.is_stream = is_stream
         self._hides_usage = hides_usage
-        self._pending = b""
+        self._pending = bytearray()
+        self._searched = 0  # bytes of `_pending` that contain no end of an event
         self._is_followed = True
 
     @property
@@ -76,22 +78,23 @@ class Answer:
         if is_last or len(self._pending) > FOLLOWED_MAX:
             self._is_followed = False
             passed += self._pending if self.is_stream else b""
-            self._pending = b""
+            self._pending.clear()
         return passed
 
     def _feed_events(self) -> bytes:
         passed, begin = [], 0
-        for end in EVENT_END.finditer(self._pending):
+        for end in EVENT_END.finditer(self._pending, max(0, self._searched - EVENT_END_BYTES + 1)):
             event = self._pending[begin : end.end()]
             begin = end.end()
             lines = event.splitlines()
             data = b"\n".join(line[5:] for line in lines if line.startswith(b"data:"))
             if not (self._follow(data) and self._hides_usage):
                 passed.append(event)
-        self._pending = self._pending[begin:]
+        del self._pending[:begin]
+        self._searched = len(self._pending)
         return b"".join(passed)
 
-    def _follow(self, data: bytes) -> bool:
+    def _follow(self, data: bytes | bytearray) -> bool:
         """Count the output in a part of the answer. Return whether it has token counts and nothing else."""
         try:
             found = msgspec.json.decode(data, type=_Completion)

@@ -227,7 +227,7 @@ def handle_worker_loss(world: World, worker: FleetWorker) -> list[AnyDecision]:
     """Remove a lost worker from the state, and replan its requests, in order of submission. Return the decisions.
 
     Requests that may only run on this worker are aborted: those whose hint names it, and external ones, which a gateway
-    has sent to its server.
+    has sent to its server. The hint does not matter once the gateway used the server of another worker.
     """
     stranded = world.requests.of_worker(worker.spec.worker_id, worker.worker_epoch)
     for request in stranded:
@@ -238,6 +238,8 @@ def handle_worker_loss(world: World, worker: FleetWorker) -> list[AnyDecision]:
     world.dismiss(worker)
     aborted: list[AnyDecision] = []
     for request in world.requests.pinned_to(worker.spec.worker_id):
+        if request.submitted.is_external and request.on_worker:
+            continue
         message = f"worker {worker.spec.worker_id} was lost, and the request is pinned to it"
         aborted.append(abort(world, request, "pinned_worker_lost", message))
     movable = [one for one in stranded if one.submitted.hints.worker_id != worker.spec.worker_id]
