@@ -11,6 +11,7 @@ NAMES = (
     "http",
     "owner",
     "kafka",
+    "gateway",
     "replay",
     "simulate",
     "simulate-table",

@@ -39,16 +39,18 @@ PATIENCE_S = 40.0  # with --rate, a longer response counts as failed
 def request_bytes(args: argparse.Namespace) -> Iterator[bytes]:
     """Yield the warm-up requests and then the measured ones, each a whole HTTP request."""
     url = urlsplit(args.url)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
+    path = "/v1/completions" if args.text else "/v1/chat/completions"
+    head = f"POST {path} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
     shared = args.words // 2
     rng = random.Random(SEED)
     prefixes = [_words(rng, shared) for _ in range(GROUPS)]
     models = args.model.split(",")
     for number in range(args.warmup + args.requests):
         rng = random.Random(SEED * 7919 + number)
-        messages = [{"role": "user", "content": f"{rng.choice(prefixes)} {_words(rng, args.words - shared)}"}]
+        prompt = f"{rng.choice(prefixes)} {_words(rng, args.words - shared)}"
+        asked = {"prompt": prompt} if args.text else {"messages": [{"role": "user", "content": prompt}]}
         body = json.dumps(
-            {"model": models[number % len(models)], "messages": messages, "max_tokens": args.max_tokens, "stream": True}
+            {"model": models[number % len(models)], **asked, "max_tokens": args.max_tokens, "stream": True}
         ).encode()
         yield f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
@@ -121,7 +123,7 @@ class Response:
 def has_text(data: bytes) -> bool:
     """Return whether the data of an event contain text of the completion."""
     choices = [] if data == LAST_EVENT else json.loads(data).get("choices")
-    return bool(choices and choices[0].get("delta", {}).get("content"))
+    return bool(choices and (choices[0].get("text") or choices[0].get("delta", {}).get("content")))
 
 
 class Connection(asyncio.Protocol):
@@ -338,6 +340,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000, help="measured requests")
     parser.add_argument("--warmup", type=int, default=50, help="unmeasured requests before the measured ones")
     parser.add_argument("--words", type=int, default=200, help="words per prompt")
+    parser.add_argument("--text", action="store_true", help="text completions instead of chat completions")
     parser.add_argument("--max-tokens", type=int, default=1)
     parser.add_argument("--rate", type=float, help="requests per second, instead of a request after each response")
     parser.add_argument("--pids", default="", help="processes whose CPU time to report: frontend=12,worker=13")
