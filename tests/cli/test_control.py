@@ -477,7 +477,7 @@ def test_a_key_in_a_configuration_file_is_not_printed(value: str, tmp_path: Path
 
 def test_unusable_keys_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "keys"
-    for content, message in ((b"good\nnot good\n", "key 2 is invalid"), (b"\xff", "not UTF-8 text")):
+    for content, message in ((b"good\nnot good\n", "line 2 is invalid"), (b"\xff", "not UTF-8 text")):
         file.write_bytes(content)
         run = forebay("up", "--port", free_ports(1), "--api-key-file", file)
         assert (run.returncode, message in run.stderr, "good" in run.stderr) == (2, True, False)

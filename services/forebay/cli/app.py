@@ -99,6 +99,14 @@ COMMANDS: dict[str, dict[str, str | Subcommands]] = {
                 "alias": "command:ModelAliasCommand",
             },
         ),
+        "keys": Subcommands(
+            "Create, list and revoke API keys of tenants.",
+            {
+                "create": "command:KeysCreateCommand",
+                "list": "command:KeysListCommand",
+                "revoke": "command:KeysRevokeCommand",
+            },
+        ),
         "tiers": Subcommands(
             "List, verify and purge stored KV blocks.",
             {

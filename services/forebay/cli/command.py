@@ -15,6 +15,7 @@ from forebay.cli.common.times import TIMES_HELP
 from forebay.cli.control.client import URL, UrlOption
 from forebay.cli.policies.allowed import AllowPolicyOption
 from forebay.cli.policies.alternative import AlternativeOptions
+from forebay.events.keys import TENANT_WEIGHT_MAX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,6 +282,82 @@ class ModelAliasCommand:
     force: Annotated[bool, Option("--force", help="Set the alias although a model is unknown.")] = False
     operator: OperatorOption = ""
     kafka: KafkaOptions
+
+
+@dataclass(frozen=True, slots=True)
+class KeyStoreOptions(KafkaOptions):
+    file: Annotated[
+        Path | None, Option(help="File for --api-key-file of `up` and `ingress`, instead of the topic `keys` on Kafka.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysCreateCommand:
+    """Create an API key of a tenant, and print it on stdout. Only a hash of the key is stored.
+
+    Ingresses accept the key as soon as they have read it from the topic, or within a second from the file.
+    """
+
+    RUN: ClassVar = "keys:run_create"
+
+    tenant: Annotated[str, Option(help="Tenant that owns the key.")]
+    models: Annotated[
+        list[str] | None,
+        Option(metavar="MODEL", help="Model, adapter or alias that the key may use. Repeatable. Default: all."),
+    ] = None
+    rpm: Annotated[int | None, Option(min=1, help="Maximum requests per minute. Default: no limit.")] = None
+    tpm: Annotated[
+        int | None, Option(min=1, help="Maximum tokens per minute, of prompts and outputs. Default: no limit.")
+    ] = None
+    in_flight: Annotated[int | None, Option(min=1, help="Maximum requests at the same time. Default: no limit.")] = None
+    budget_day: Annotated[int | None, Option(min=1, help="Maximum tokens per day in UTC. Default: no limit.")] = None
+    budget_month: Annotated[int | None, Option(min=1, help="Maximum tokens per month in UTC. Default: no limit.")] = (
+        None
+    )
+    weight: Annotated[
+        int, Option(min=1, max=TENANT_WEIGHT_MAX, help="Share in the router's queue, relative to other tenants.")
+    ] = 1
+    priority: Annotated[
+        list[str] | None,
+        Option(
+            metavar="CLASS",
+            help="Queue class of the requests. Repeatable: the first one is the default, and clients may name the"
+            " others. Default: the default class of the pool.",
+        ),
+    ] = None
+    expires: Annotated[
+        str,
+        Option(
+            metavar="TIME",
+            help="Time from which on the key is rejected, as 2027-01-31T12:00:00Z (local time without a zone), or after"
+            " a duration such as 90d. Default: never.",
+        ),
+    ] = ""
+    cache_namespace: Annotated[
+        str,
+        Option(metavar="NAME", help="Keys with the same namespace share cached blocks. Default: name of the tenant."),
+    ] = ""
+    store: KeyStoreOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysListCommand:
+    """List the API keys of tenants, oldest first, also those that are revoked or have expired."""
+
+    RUN: ClassVar = "keys:run_list"
+
+    store: KeyStoreOptions
+    json: JsonOption = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysRevokeCommand:
+    """Revoke an API key of a tenant. Every ingress rejects it within 2 s; requests in flight are completed."""
+
+    RUN: ClassVar = "keys:run_revoke"
+
+    key_id: Annotated[str, Argument(metavar="KEY_ID", help="Id of the key, as `forebay keys list` prints it.")]
+    store: KeyStoreOptions
 
 
 PlaceArgument = Annotated[

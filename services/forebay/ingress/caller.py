@@ -6,8 +6,9 @@ from typing import Any
 import msgspec
 
 from forebay.events.keys import KeySet
+from forebay.events.names import unknown_name
 from forebay.events.requests import RoutingHints
-from forebay.ingress.errors import invalid
+from forebay.ingress.errors import ApiError, invalid
 
 _SCOPE_KEY = "forebay.caller"
 
@@ -35,6 +36,17 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
         if not self.cache_namespace:
             return given
         return f"{self.cache_namespace}/{given}" if given else self.cache_namespace
+
+    def may_use(self, model: str) -> bool:
+        """Return whether the API key permits the model that a client names."""
+        return self.key is None or not self.key.models or model in self.key.models
+
+    def require_model(self, model: str) -> None:
+        """Raise ApiError (404) if the API key does not permit the model that a client names."""
+        if not self.may_use(model):
+            assert self.key is not None
+            text = unknown_name("model", model, self.key.models)
+            raise ApiError(404, "model_not_found", f"{text}; the API key permits no others", "model")
 
     def routing(self, hints: RoutingHints) -> RoutingHints:
         """Return the hints of a request without a priority above that of the key.

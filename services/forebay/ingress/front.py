@@ -3,6 +3,7 @@
 import asyncio
 
 from forebay.ingress.admission import IngressAdmission
+from forebay.ingress.api_keys import ApiKeys
 from forebay.ingress.body_limits import VALUES_MAX, BodyLimits, BodyMemory
 from forebay.ingress.drain import IngressDrain
 from forebay.ingress.media.fetch import MediaFetcher
@@ -24,6 +25,7 @@ class Front:
 
     Attributes:
         answers: the kept answers.
+        keys: the API keys, which another task keeps current.
         in_background: number of responses that are rendered although their clients have disconnected.
 
     Args:
@@ -40,6 +42,14 @@ class Front:
         self.slot = ReplySlot(log, settings.reply_slot, reply_from, metrics.undecodable.inc, metrics.foreign.inc)
         self.slots = ReplySlots(log, self.slot)
         self.answers = AnswerStore(log)
+        self.keys = ApiKeys(
+            log,
+            settings.api_keys,
+            settings.key_file,
+            settings.admin_token,
+            metrics.key_file_unusable.inc,
+            is_required=settings.requires_key,
+        )
         self.in_background = 0
         self.drain = IngressDrain()
         self.admission = IngressAdmission(metrics)

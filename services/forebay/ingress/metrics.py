@@ -46,6 +46,10 @@ class IngressMetrics:
             "forebay_ingress_foreign_events",
             "events of responses that neither the owner nor a worker of the request wrote",
         )
+        self.key_file_unusable = counter(
+            "forebay_ingress_key_file_unusable",
+            "readings of --api-key-file that failed, so the previous keys were kept",
+        )
         self.headers_ignored = counter(
             "forebay_ingress_routing_headers_ignored",
             "routing headers ignored because the ingress runs without --routing-hints",

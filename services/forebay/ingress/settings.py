@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field
 
 from forebay.ingress.body_limits import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
+from forebay.ingress.key_file import KeyFile
 from forebay.ingress.media.tokens import PUBLIC_ONLY, MediaSettings
 from forebay.ingress.openai.nvext import NAME_CHARS_MAX
 from forebay.ingress.parsers.selection import AUTO
@@ -29,7 +30,9 @@ class IngressSettings:
             ingress ignores and counts such headers, and rejects bodies with such fields.
         ignore_unknown_fields: whether unknown fields of request bodies have no effect. If false, they are rejected.
         loras: LoRA adapters that are always served as models, in addition to adapters that workers have loaded.
-        api_keys: keys of which a client must send one to use the model; empty to serve every client.
+        api_keys: keys without a tenant, in addition to those of `key_file`.
+        key_file: file of further keys, also of tenants. The ingress reads it again when it changes.
+        require_key: whether clients need a key although `api_keys` and `key_file` are empty.
         cors_origins: origins whose web pages may read responses, from `allowed_origins`.
         admin_token: token that the admin API requires; empty for no admin API.
         tool_call_parser: `auto` (by the chat template), `none`, or the name of a parser; so is `reasoning_parser`.
@@ -50,6 +53,8 @@ class IngressSettings:
     ignore_unknown_fields: bool = False
     loras: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    key_file: KeyFile | None = None
+    require_key: bool = False
     cors_origins: frozenset[str] = frozenset()
     admin_token: str = field(default="", repr=False)
     tool_call_parser: str = AUTO
@@ -66,9 +71,14 @@ class IngressSettings:
                     f"invalid --reply-topic {pattern!r}; a pattern has 1 to 249 letters, digits, dots, "
                     "dashes, underscores, * for any characters and ? for one"
                 )
-        if self.admin_token in self.api_keys:
+        if self.admin_token in (*self.api_keys, *(self.key_file.plain if self.key_file else ())):
             raise ConfigError("the admin token is also an API key; choose two different values")
         names = (self.model_name, *self.loras)
         if len(set(names)) < len(names) or not all(0 < len(name) <= NAME_CHARS_MAX for name in names):
             text = f"names must be unique and have 1 to {NAME_CHARS_MAX} characters"
             raise ConfigError(f"the model and its LoRA adapters ({', '.join(names)}): {text}")
+
+    @property
+    def requires_key(self) -> bool:
+        """Whether a client must send an API key to use the model."""
+        return self.require_key or bool(self.api_keys) or self.key_file is not None

@@ -322,10 +322,12 @@ async def serving_models(
         await store.start()
     metrics = IngressMetrics(registry, None if only is None else settings.model_name)
     front = Front(log, settings, metrics, await log.end(TOKENS.name, settings.reply_slot), only)
+    await front.keys.start()
     ready = {name: EmbeddedReadiness(group, directory) for name, group in groups.items()}
     with tempfile.TemporaryDirectory(prefix="forebay-models-") as folder:
         models = ServedModels(front, directory, store, Path(folder), lambda _: None, ready.get, only)
         tasks.run(front.run(), "ingress")
+        tasks.run(front.keys.run(), "keys")
         tasks.run(directory.run(), "directory")
         tasks.run(models.run(), "models")
         await tasks.until(lambda: models.names == sorted(groups))

@@ -122,6 +122,7 @@ async def _serve(
             await store.start()
         metrics = IngressMetrics(registry, None if model is None else settings.model_name)
         front = Front(log, settings, metrics, await log.end(TOKENS.name, slot), model)
+        await front.keys.start()
         keeper = LeaseKeeper(leases_at(cluster.redis_url, cluster.kafka.namespace, "ingress"))
         leases = IngressLeases(keeper, settings)
         with tempfile.TemporaryDirectory(prefix="forebay-models-") as folder:
@@ -147,6 +148,7 @@ async def _serve(
                 leases.hold(settings.model_name)
             parts = (
                 front.run(),
+                front.keys.run(),
                 models.run(),
                 leases.replaced,
                 serve(),

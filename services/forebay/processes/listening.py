@@ -25,7 +25,7 @@ def listening(endpoint: Endpoint, settings: IngressSettings) -> Iterator[tuple[s
     """
     with listen(endpoint.host, endpoint.port) as listener:
         address = listener.getsockname()[0]
-        if endpoint.is_open(address, has_key=bool(settings.api_keys)):
+        if endpoint.is_open(address, has_key=settings.requires_key):
             complain("WARNING: no API key: every client that reaches this address can send requests")
         yield listener, allowed_hosts(endpoint.host, address, endpoint.allow_hosts)
 

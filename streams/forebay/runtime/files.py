@@ -31,6 +31,16 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not TOML: {error}") from None
 
 
+def read_text(where: str, file: Path, chars_max: int) -> str:
+    """Return the beginning of a file. Errors call the file `where`, the option with its path."""
+    try:
+        with file.open(encoding="utf-8") as opened:
+            return opened.read(chars_max)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"cannot read {where}: {reason}") from error
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a file that replaces the one at `path` at the end of the body, unless the body fails. Raises OSError."""

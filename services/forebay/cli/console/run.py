@@ -16,7 +16,7 @@ import click
 import msgspec
 
 from forebay.cli.command import ConsoleCommand
-from forebay.cli.common.credentials import read_text, require_token
+from forebay.cli.common.credentials import require_token
 from forebay.cli.common.errors import explained, fail, run_service
 from forebay.cli.common.logs import LoggingOptions
 from forebay.cli.common.tables import bar
@@ -32,6 +32,7 @@ from forebay.journal.groups import groups_of
 from forebay.processes.notices import announce
 from forebay.processes.service import until_signal
 from forebay.replay.policies import require_allowed
+from forebay.runtime.files import read_text
 from forebay.transport.sqlite.log import SqliteLog
 
 QUIET = ("forebay.live", "forebay.transport")

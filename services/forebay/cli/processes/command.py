@@ -14,12 +14,10 @@ from forebay.cli.common.cluster_options import (
     ServiceOptions,
 )
 from forebay.cli.common.credentials import (
-    FILE_BYTES_MAX,
     AdminTokenFileOption,
     ApiKeyFileOption,
     ApiKeysOption,
     api_keys,
-    read_text,
     required_token,
 )
 from forebay.cli.common.logs import AccessLogOption, LoggingOptions
@@ -40,9 +38,11 @@ from forebay.cli.processes.options import (
 from forebay.cli.processes.tier_options import TierOptions
 from forebay.cli.processes.up_models import ModelsOptions, WorkerOptions
 from forebay.ingress.body_limits import MEDIA_BYTES_MAX, TEXT_BYTES_MAX
+from forebay.ingress.key_file import read_keys
 from forebay.ingress.media.tokens import MediaSettings
 from forebay.processes.names import names
 from forebay.runtime.errors import ConfigError
+from forebay.runtime.files import FILE_BYTES_MAX, read_text
 from forebay.transport.base import LogSync
 from forebay.workers import PROCESSES_MAX
 
@@ -216,7 +216,8 @@ class HttpOptions:
         return IngressSettings(
             routing_hints=self.routing_hints,
             ignore_unknown_fields=self.ignore_unknown_fields,
-            api_keys=api_keys(self.api_key, self.api_key_file),
+            api_keys=api_keys(self.api_key),
+            key_file=None if self.api_key_file is None else read_keys(self.api_key_file),
             cors_origins=allowed_origins(tuple(self.cors_allow_origin or ())),
             admin_token=required_token(self.admin_token_file, admin_api=self.admin_api),
             tool_call_parser=self.tool_call_parser,
@@ -337,6 +338,10 @@ class IngressCommand:
         int | None, Option(min=1, help="Tokens per KV block. Default: the block size of the model's pool.")
     ] = None
     lora: LorasOption = None
+    require_key: Annotated[
+        bool,
+        Option("--require-key", help="Reject clients without an API key, although only the topic `keys` has keys."),
+    ] = False
     reply_topic: Annotated[
         list[str] | None,
         Option(

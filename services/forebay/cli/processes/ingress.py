@@ -22,6 +22,7 @@ def run_ingress(options: IngressCommand) -> None:
             block_size=options.block_size,
             ingress_id=named("--id", "ingress", options.ingress_id or process_name()),
             loras=adapters(names("--lora", options.lora), called),
+            require_key=options.require_key,
             reply_topics=tuple(options.reply_topic or ()),
         )
         if directory is None and options.lora:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forebay.events.names import unknown_name
 from forebay.ingress.bodies import EMBEDDING_PATH, KINDS, AnyBody
+from forebay.ingress.caller import caller_of
 from forebay.ingress.drain import DrainMiddleware
 from forebay.ingress.errors import MESSAGES_PATH, ApiError
 from forebay.ingress.explainer import Explainer
@@ -72,7 +73,7 @@ def build_app(
         add_admin(app, models)
     admin = ADMIN_BODIES if settings.admin_token else ()
     bodies = (*KINDS.values(), *TOKENIZATION_BODIES, *admin)
-    describe(app, bodies, (GroupStatus,), has_key=bool(settings.api_keys))
+    describe(app, bodies, (GroupStatus,), has_key=settings.requires_key)
     return app
 
 
@@ -96,8 +97,7 @@ def _front(app: IngressApp, models: ServedModels, finder: RequestFinder, hosts: 
     settings, metrics = models.front.settings, models.front.metrics
     front: ASGIApp = RunRoutes(app.serve_route, models, finder)
     front = DrainMiddleware(front, models.front.drain, metrics.reject)
-    if settings.api_keys:
-        front = ApiKeyGuard(front, settings.api_keys, metrics.reject)
+    front = ApiKeyGuard(front, models.front.keys, metrics.reject)
     front = OriginGuard(front, hosts, settings.cors_origins, metrics.reject)
     return Cors(front, settings.cors_origins) if settings.cors_origins else front
 
@@ -120,15 +120,19 @@ def _describe_runs(app: FastAPI) -> None:
 
 
 def _add_models(app: FastAPI, models: ServedModels) -> None:
+    async def allowed(request: Request) -> list[dict[str, Any]]:
+        caller = caller_of(request.scope)
+        return [card for card in await models.cards() if caller.may_use(card["id"])]
+
     @app.get("/v1/models", responses=errors())
-    async def list_models() -> dict[str, Any]:
+    async def list_models(request: Request) -> dict[str, Any]:
         """Return the models and their LoRA adapters."""
-        return {"object": "list", "data": await models.cards()}
+        return {"object": "list", "data": await allowed(request)}
 
     @app.get("/v1/models/{name:path}", responses=errors(404))
-    async def model(name: str) -> dict[str, Any]:
+    async def model(request: Request, name: str) -> dict[str, Any]:
         """Return one model."""
-        cards = await models.cards()
+        cards = await allowed(request)
         for card in cards:
             if card["id"] == name:
                 return card

@@ -12,7 +12,6 @@ even to 127.0.0.1. Three checks stop such requests. They do not affect clients o
 The checks apply to every path except the `PROBES`, because supervisors use the address as `Host`.
 """
 
-import hashlib
 import ipaddress
 import re
 from abc import ABC, abstractmethod
@@ -23,7 +22,10 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forebay import runtime
+from forebay.events.keys import KeySet
 from forebay.ingress.access_log import PROBES
+from forebay.ingress.api_keys import PlainKeys
+from forebay.ingress.caller import caller_with, set_caller
 from forebay.ingress.errors import ApiError
 from forebay.ingress.http.endpoint import is_loopback
 from forebay.runtime.errors import ConfigError
@@ -104,7 +106,6 @@ JSON = "application/json"
 DEFAULT_PORTS = {"http": 80, "https": 443}  # which browsers omit
 SHOWN_CHARS_MAX = 256  # length of a header quoted in an error
 
-SECRET_BYTES = 32
 PREFIX = "/v1/"
 PATHS = frozenset({"/tokenize", "/detokenize"})
 ADMIN_PATHS = frozenset({"/v1/commands", "/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
@@ -158,35 +159,53 @@ def requires_api_key(path: str) -> bool:
 
 
 class ApiKeyGuard(Guard):
-    """ASGI middleware that rejects requests without a valid API key. An API key never opens the admin API.
+    """ASGI middleware that rejects requests without a valid API key, and sets the caller of those with a tenant's key.
 
-    A client cannot predict digests with the secret of this process. So the time of the lookup does not tell how much of
-    a key the client has guessed.
+    An API key never opens the admin API. If no key is required, requests without a key pass.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], on_rejected: Callable[[str], None]) -> None:
+    def __init__(self, app: ASGIApp, keys: PlainKeys, on_rejected: Callable[[str], None]) -> None:
         super().__init__(app, on_rejected)
-        self._secret = runtime.random_bytes(SECRET_BYTES)
-        self._digests = frozenset(self._digest(key.encode()) for key in keys)
+        self._keys = keys
 
     def _rejection(self, scope: Scope) -> ApiError | None:
-        if not requires_api_key(scope["path"]):
+        known = self._keys
+        if not known.in_use or not requires_api_key(scope["path"]):
             return None
         bearers = [value for name, value in scope["headers"] if name == b"authorization"]
         keys = [value for name, value in scope["headers"] if name == API_KEY_HEADER]
         if not bearers and not keys:
             text = "this server requires an API key; send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-            return _invalid_key(text)
-        if len(bearers) <= 1 and len(keys) <= 1:
-            schemes = (value.partition(b" ") for value in bearers)
-            keys += [key for scheme, _, key in schemes if scheme.lower() == BEARER]
-            if any(self._digest(key.strip()) in self._digests for key in keys):
-                return None
+            return _invalid_key(text) if known.is_required else None
         text = "the API key is wrong; send a key of this server as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-        return _invalid_key(text)
+        error = _invalid_key(text)
+        if len(bearers) > 1 or len(keys) > 1:
+            return error
+        schemes = (value.partition(b" ") for value in bearers)
+        keys += [key for scheme, _, key in schemes if scheme.lower() == BEARER]
+        if not keys and not known.is_required:
+            return None
+        for key in map(bytes.strip, keys):
+            if known.is_plain(key):
+                return None
+            event = known.find(key)
+            if event is None:
+                continue
+            unusable = _unusable(event)
+            if unusable is None:
+                set_caller(scope, caller_with(event))
+                return None
+            error = unusable
+        return error
 
-    def _digest(self, key: bytes) -> bytes:
-        return hashlib.blake2b(key, key=self._secret).digest()
+
+def _unusable(key: KeySet) -> ApiError | None:
+    """Return the error for a key of a tenant that is revoked or has expired."""
+    if key.revoked_us:
+        return ApiError(401, "api_key_revoked", f"the API key {key.key_id} was revoked; use another one")
+    if key.expires_us and runtime.wall_us() >= key.expires_us:
+        return ApiError(401, "api_key_expired", f"the API key {key.key_id} has expired; use another one")
+    return None
 
 
 def _invalid_key(message: str) -> ApiError:

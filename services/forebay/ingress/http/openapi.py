@@ -52,7 +52,7 @@ MESSAGES_ERROR = {
 API_KEY = {"type": "http", "scheme": "bearer", "description": "A key in --api-key, FOREBAY_API_KEY or --api-key-file."}
 MEANINGS = {
     400: "The request is invalid.",
-    401: "The API key is missing or wrong, or the admin token is missing.",
+    401: "The API key is missing, wrong, revoked or expired, or the admin token is missing.",
     403: "The request comes from a web page of another origin, has an unknown `Host`, or the wrong admin token.",
     404: "The model, worker, pool, policy, request or path is unknown.",
     405: "The path does not support this method; `Allow` lists the supported methods.",

@@ -23,7 +23,7 @@ from forebay.ingress.openai.fields import CheckedBody
 from forebay.ingress.openai.requests import ChatBody, TextBody
 from forebay.ingress.openai.sampling import TokenIds
 from forebay.ingress.render import route_of
-from forebay.ingress.served_models import ServedModels
+from forebay.ingress.served_models import RequestedModel, ServedModels
 from forebay.replay.status import GroupStatus, with_heartbeats
 
 
@@ -77,11 +77,13 @@ async def respond_to_query(request: Request, models: ServedModels, body: ChatBod
     """
     if isinstance(body, TextBody) and len(body.prompts) > 1:
         raise invalid("a route query has one prompt; send one query per prompt", "prompt", "unsupported_parameter")
+    caller = caller_of(request.scope)
+    caller.require_model(body.model)
     request_id = request_id_of(request, "route-")
     model, name = await models.find(body.model, request_id)
     status = "error"
     try:
-        prepared, *_ = await model.prepare(body, request.headers.items(), name, caller_of(request.scope))
+        prepared, *_ = await model.prepare(body, request.headers.items(), name, caller)
         result = await model.group.query(request_id, prepared)
         status = "success"
     finally:
@@ -195,6 +197,13 @@ class DetokenizeBody(CheckedBody):
 BODIES = (TokenizeChatBody, TokenizeTextBody, DetokenizeBody, CountTokensBody)
 
 
+async def _model_of(request: Request, models: ServedModels, given: str) -> RequestedModel:
+    """Return the model that a body names; it is optional if there is one. Raises ApiError."""
+    found = await models.only(given)
+    caller_of(request.scope).require_model(given or found.name)
+    return found
+
+
 def add_tokenization(app: FastAPI, models: ServedModels) -> None:
     front = models.front
     responses = errors(*BODY_ERRORS, 404)
@@ -210,7 +219,7 @@ def add_tokenization(app: FastAPI, models: ServedModels) -> None:
                 body = front.parse(TokenizeChatBody, raw)
             else:
                 body = front.parse(TokenizeTextBody, raw)
-            loaded, name = await models.only(body.model)
+            loaded, name = await _model_of(request, models, body.model)
             model = loaded.model
             token_ids = await loaded.tokenize(body, name)
         names = [model.tokenizer.id_to_token(one) for one in token_ids] if body.return_token_strs else None
@@ -227,7 +236,7 @@ def add_tokenization(app: FastAPI, models: ServedModels) -> None:
         with BodyReader(front.bodies) as reader:
             body = front.parse(CountTokensBody, await reader.read(request))
             await front.admission.turn()
-            loaded, name = await models.only(body.model)
+            loaded, name = await _model_of(request, models, body.model)
             try:
                 return {"input_tokens": len(await loaded.tokenize(body.completion, name))}
             except ApiError as error:
@@ -240,7 +249,7 @@ def add_tokenization(app: FastAPI, models: ServedModels) -> None:
             raw = await reader.read(request)
             await front.admission.turn()
             body = front.parse(DetokenizeBody, raw)
-            loaded, name = await models.only(body.model or "")
+            loaded, name = await _model_of(request, models, body.model or "")
             await loaded.group.adapters.resolve(name)
             model = loaded.model
             if body.tokens and (highest := max(body.tokens)) >= model.vocabulary_size:

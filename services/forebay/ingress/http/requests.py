@@ -91,6 +91,8 @@ async def respond(request: Request, models: ServedModels, finder: RequestFinder,
         raw = await reader.read(request)
         await front.admission.turn()
         body = front.parse(kind, raw)
+        caller = caller_of(request.scope)
+        caller.require_model(body.model)
         if body.queries_route and not isinstance(body, EmbeddingBody):
             return await respond_to_query(request, models, body.completion)
         request_id = request_id_of(request, body.id_prefix)
@@ -103,7 +105,7 @@ async def respond(request: Request, models: ServedModels, finder: RequestFinder,
         if isinstance(body, ResponsesBody):
             body = await with_history(body, finder, model.group)
             replies_early = bool(body.background and not body.stream)
-        prepared = await model.prepare(body, request.headers.items(), name, caller_of(request.scope))
+        prepared = await model.prepare(body, request.headers.items(), name, caller)
         add_fields(request.scope, model=body.model)
         run = _Run(request.url.path, model, finder, prepared, began_s, body.outlives, replies_early)
     return await run.submit(request_id, idempotency)

@@ -1,0 +1,229 @@
+"""`forebay keys`: create, list and revoke API keys of tenants, on the topic `keys` or in a file."""
+
+import asyncio
+import fcntl
+import os
+import re
+from base64 import urlsafe_b64encode
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+import click
+import msgspec
+from msgspec.structs import replace
+
+from forebay import runtime
+from forebay.cli.command import KeysCreateCommand, KeysListCommand, KeysRevokeCommand, KeyStoreOptions
+from forebay.cli.common.errors import explained, fail
+from forebay.cli.common.recording import kafka_log
+from forebay.cli.common.tables import print_table
+from forebay.cli.common.times import span_us, time_us
+from forebay.events.codec import encode
+from forebay.events.keys import KEY_ID_DIGITS, LISTED_MAX, KeySet
+from forebay.events.topics import KEYS
+from forebay.ingress.key_file import RECORD, parse_keys, read_keys
+from forebay.processes.names import named, names
+from forebay.runtime.files import replacing
+from forebay.transport.kafka.settings import KafkaSettings
+from forebay.transport.kafka.topics import count_topics
+from forebay.transport.keys import KeyBook
+from forebay.transport.sqlite.recording import utc
+
+PREFIX = "fb-"  # so that scanners for leaked secrets find keys
+KEY_BYTES = 32
+TENANT = re.compile(r"[A-Za-z0-9._-]{1,128}")
+NAMESPACE_CHARS_MAX = 128
+DURATION = re.compile(r".*[smhd]")
+PRIVATE = 0o600  # mode of a new file
+
+
+def run_create(options: KeysCreateCommand) -> None:
+    with explained():
+        key = PREFIX + urlsafe_b64encode(runtime.random_bytes(KEY_BYTES)).rstrip(b"=").decode()
+        event = _event(options, sha256(key.encode()).hexdigest())
+        if options.store.file is None:
+            asyncio.run(_set(options.store.settings(), event))
+        else:
+            rewrite(options.store.file, lambda lines: [*lines, _line(event)])
+    click.echo(key)
+    click.echo(f"forebay: key id {event.key_id} of {event.tenant}; the key is not shown again", err=True)
+
+
+def _event(options: KeysCreateCommand, key_hash: str) -> KeySet:
+    """Return the event of a new key. Raises ConfigError for an invalid name; other invalid options end the command."""
+    if not TENANT.fullmatch(options.tenant):
+        fail(f"--tenant {options.tenant[:64]!r}: expected 1 to 128 letters, digits, dots, dashes and underscores")
+    namespace = options.cache_namespace
+    if len(namespace) > NAMESPACE_CHARS_MAX or not namespace.isprintable():
+        fail(f"--cache-namespace: expected at most {NAMESPACE_CHARS_MAX} printable characters, got {namespace[:64]!r}")
+    models, classes = names("--models", options.models), names("--priority", options.priority)
+    for flag, given in (("--models", models), ("--priority", classes)):
+        if len(given) > LISTED_MAX:
+            fail(f"{flag}: expected at most {LISTED_MAX} values, got {len(given)}")
+    now_us = runtime.wall_us()
+    return KeySet(
+        key_hash=key_hash,
+        tenant=options.tenant,
+        models=tuple(named("--models", "model", name) for name in models),
+        requests_per_minute=options.rpm or 0,
+        tokens_per_minute=options.tpm or 0,
+        in_flight=options.in_flight or 0,
+        tokens_per_day=options.budget_day or 0,
+        tokens_per_month=options.budget_month or 0,
+        weight=options.weight,
+        queue_classes=classes,
+        cache_namespace=namespace,
+        created_us=now_us,
+        expires_us=_expiry_us(options.expires, now_us),
+    )
+
+
+def _expiry_us(text: str, now_us: int) -> int:
+    if not text:
+        return 0
+    is_duration = DURATION.fullmatch(text) and not text.startswith("-")
+    at_us = now_us + span_us("--expires", text) if is_duration else time_us("--expires", text, now_us)
+    if at_us <= now_us:
+        fail(f"--expires {text}: the time has passed; expected a later one")
+    return at_us
+
+
+def run_list(options: KeysListCommand) -> None:
+    with explained():
+        keys = sorted(_stored(options.store), key=lambda key: (key.created_us, key.key_hash))
+    if options.json:
+        for key in keys:
+            click.echo(msgspec.json.encode({"key_id": key.key_id, **msgspec.to_builtins(key)}))
+    elif not keys:
+        click.echo("no keys")
+    else:
+        now_us = runtime.wall_us()
+        rows = [(key.key_id, key.tenant, _state(key, now_us), utc(key.created_us)[:19], _rights(key)) for key in keys]
+        print_table(("id", "tenant", "state", "created (UTC)", "rights"), rows)
+
+
+def _state(key: KeySet, now_us: int) -> str:
+    if key.revoked_us:
+        return "revoked"
+    if not key.expires_us:
+        return "valid"
+    return f"{'expired' if now_us >= key.expires_us else 'valid until'} {utc(key.expires_us)[:19]}"
+
+
+def _rights(key: KeySet) -> str:
+    limits = {
+        "rpm": key.requests_per_minute,
+        "tpm": key.tokens_per_minute,
+        "in flight": key.in_flight,
+        "tokens/day": key.tokens_per_day,
+        "tokens/month": key.tokens_per_month,
+        "weight": key.weight if key.weight > 1 else 0,
+    }
+    texts = {"models": key.models, "classes": key.queue_classes}
+    parts = [f"{name} {', '.join(values)}" for name, values in texts.items() if values]
+    return "; ".join(parts + [f"{name} {value:,}" for name, value in limits.items() if value]) or "all"
+
+
+def run_revoke(options: KeysRevokeCommand) -> None:
+    store, now_us = options.store, runtime.wall_us()
+    with explained():
+        key = _meant(options.key_id, _stored(store))
+        if key.revoked_us:
+            fail(f"the key {key.key_id} of {key.tenant} is revoked already, since {utc(key.revoked_us)[:19]} UTC")
+        revoked = replace(key, revoked_us=now_us)
+        if store.file is None:
+            asyncio.run(_set(store.settings(), revoked))
+        else:
+            # Also a record that another command has just appended.
+            rewrite(store.file, lambda lines: [_line(revoked) if _is_of(line, key) else line for line in lines])
+    click.echo(f"revoked {key.key_id} of {key.tenant}")
+
+
+def _meant(given: str, keys: list[KeySet]) -> KeySet:
+    """Return the key with an id. An unknown id ends the command."""
+    found = [key for key in keys if len(given) >= KEY_ID_DIGITS and key.key_hash.startswith(given)]
+    if len(found) != 1:
+        problem = "begins several keys; give more digits of the hash" if found else "is no id of a key"
+        fail(f"KEY_ID: {given[:64]!r} {problem}; `forebay keys list` shows the ids")
+    return found[0]
+
+
+def _stored(options: KeyStoreOptions) -> list[KeySet]:
+    """Return the newest events of all keys. Raises ConfigError or LogError."""
+    if options.file is not None:
+        return list(read_keys(options.file).tenants.values())
+    return asyncio.run(_read(options.settings()))
+
+
+async def _read(settings: KafkaSettings) -> list[KeySet]:
+    async with _opened(settings) as book:
+        return list(book.keys.values())
+
+
+async def _set(settings: KafkaSettings, event: KeySet) -> None:
+    async with _opened(settings) as book:
+        await book.set(event)
+
+
+@asynccontextmanager
+async def _opened(settings: KafkaSettings) -> AsyncIterator[KeyBook]:
+    """Connect to Kafka, and read its topic `keys`. Raises LogError if Kafka has no topics of forebay."""
+    await count_topics(settings)
+    async with kafka_log(settings) as log:
+        book = KeyBook(log)
+        try:
+            await book.start()
+            yield book
+        finally:
+            book.close()
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def _line(event: KeySet) -> str:
+    return encode(KEYS, event).decode()
+
+
+def _is_of(line: str, key: KeySet) -> bool:
+    return line.strip().startswith(RECORD) and key.key_hash in line
+
+
+def rewrite(file: Path, change: Callable[[list[str]], list[str]]) -> None:
+    """Replace a file of keys by one with changed lines. A new file is readable by its owner only.
+
+    Raises ConfigError if the file would be invalid. If it cannot be written, the command ends.
+    """
+    path = file.resolve()  # a link stays
+    try:
+        with _locked(path.parent):
+            lines = path.read_text().splitlines() if path.exists() else []
+            text = "".join(f"{line}\n" for line in change(lines))
+            parse_keys(file, text)
+            with replacing(path) as part:
+                os.fchmod(part.fileno(), PRIVATE)
+                if path.exists():  # an ingress of another user must still be able to read it
+                    found = path.stat()
+                    if (found.st_uid, found.st_gid) != (os.geteuid(), os.getegid()):
+                        os.fchown(part.fileno(), found.st_uid, found.st_gid)
+                    os.fchmod(part.fileno(), found.st_mode & 0o777)
+                part.write(text.encode())
+                part.flush()
+                os.fsync(part.fileno())
+    except UnicodeDecodeError:
+        fail(f"{file}: not UTF-8 text")
+    except OSError as error:
+        fail(f"cannot write {file}: {error.strerror}")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Exclude other commands that change files of keys in a folder."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)

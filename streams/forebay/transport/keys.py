@@ -1,0 +1,50 @@
+"""The API keys on the topic `keys`: an event per key, with the hash of the key and the rights of its tenant."""
+
+from forebay.events.codec import DecodeError, decode, encode
+from forebay.events.keys import KeySet
+from forebay.events.topics import KEYS
+from forebay.transport.base import Draft, Log, Record
+from forebay.transport.follower import Follower
+
+PARTITION = 0  # of the topic `keys`
+KEYS_MAX = 100_000  # about 100 MB of memory
+
+
+class KeyBook(Follower):
+    """The newest event of each API key. `run` reads new ones."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__(log, KEYS)
+        self.keys: dict[bytes, KeySet] = {}  # by SHA-256 of the API key
+
+    async def start(self) -> None:
+        """Read all keys. Raises LogError."""
+        await self.read_all(PARTITION)
+
+    def find(self, digest: bytes) -> KeySet | None:
+        """Return the event of the API key with this SHA-256, also if the key is revoked or has expired."""
+        return self.keys.get(digest)
+
+    async def set(self, event: KeySet) -> None:
+        """Append the event of a key, and wait until it was read. Raises LogError."""
+        (offset,) = await self._log.append([Draft(KEYS.name, PARTITION, encode(KEYS, event), event.key)])
+        await self.reach(offset + 1)
+
+    def apply(self, record: Record) -> None:
+        if not record.value:
+            self.keys.pop(_digest(record.key), None)
+            return
+        event: KeySet = decode(KEYS, record.value)
+        if record.key != event.key:
+            raise DecodeError(f"its key is {record.key!r}, but the event is about the API key {event.key_id}")
+        digest = _digest(event.key)
+        if len(self.keys) >= KEYS_MAX and digest not in self.keys:
+            raise DecodeError(f"there are {KEYS_MAX:,} API keys already")
+        self.keys[digest] = event
+
+
+def _digest(key: bytes | None) -> bytes:
+    try:
+        return bytes.fromhex((key or b"").decode())
+    except ValueError:  # also for text that is not UTF-8
+        return b""
