@@ -37,7 +37,7 @@ class BlocksCleared:
 
 
 CacheEvent = BlocksStored | BlockRemoved | BlocksCleared
-Key = tuple[str, str, tuple[int, ...]]  # adapter, salt, and all tokens up to the end of the block
+Key = tuple[Prefix | int, tuple[int, ...]]  # hash of the previous block, if any, and the tokens of the block
 
 
 @dataclass
@@ -53,46 +53,61 @@ class StandinRequest:
 
 
 class LittleCache:
-    """Cache of full blocks by content, with LRU eviction."""
+    """Cache of full blocks by content, with LRU eviction. A block is evicted after the blocks that follow it."""
 
     def __init__(self, block_size: int, blocks: int) -> None:
         self.block_size = block_size
         self.blocks = blocks
-        self.names: OrderedDict[Key, int] = OrderedDict()
+        self.names: OrderedDict[Key, int] = OrderedDict()  # the least recently used first
         self.numbers = 0
-
-    def key(self, requested: StandinRequest, tokens: Sequence[int], blocks: int) -> Key:
-        return (requested.lora, requested.salt, tuple(tokens[: blocks * self.block_size]))
 
     def cached_tokens(self, requested: StandinRequest) -> int:
         """Return the cached tokens of a prompt; at least one token is always computed."""
-        blocks = 0
-        while (blocks + 1) * self.block_size < len(requested.prompt) and (
-            self.key(requested, requested.prompt, blocks + 1) in self.names
-        ):
-            blocks += 1
-            self.names.move_to_end(self.key(requested, requested.prompt, blocks))
-        return blocks * self.block_size
+        cached = self._cached(requested, requested.prompt[:-1])
+        self._use(cached)
+        return len(cached) * self.block_size
 
     def store(self, requested: StandinRequest, tokens: Sequence[int]) -> list[CacheEvent]:
         """Cache all full blocks of the tokens, and return the changes."""
-        full = len(tokens) // self.block_size
-        new = [number for number in range(1, full + 1) if self.key(requested, tokens, number) not in self.names]
-        if not new:
+        size = self.block_size
+        cached = self._cached(requested, tokens)
+        begin, end = len(cached) * size, len(tokens) // size * size
+        if begin == end:
             return []
-        changes: list[CacheEvent] = []
-        while len(self.names) + len(new) > self.blocks:
-            _, gone = self.names.popitem(last=False)
-            changes.append(BlockRemoved(gone))
-        first = new[0]
-        parent = self.names[self.key(requested, tokens, first - 1)] if first > 1 else None
-        came = []
-        for number in new:
+        parent = self.names[cached[-1]] if cached else None
+        stored: dict[Key, int] = {}
+        previous = _prefix(requested) if parent is None else parent
+        for at in range(begin, end, size):
             self.numbers += 1
             name = self.numbers * 0x9E3779B97F4A7C15 % (1 << 64)
-            self.names[self.key(requested, tokens, number)] = name
-            came.append(name)
-        token_ids = list(tokens[(first - 1) * self.block_size : full * self.block_size])
-        prefix = Prefix(requested.salt, requested.lora, lora_id=1 if requested.lora else 0)
-        changes.append(BlocksStored(came, parent, token_ids, prefix))
+            stored[previous, tuple(tokens[at : at + size])] = name
+            previous = name
+        self.names.update(stored)
+        self._use([*cached, *stored])
+        changes: list[CacheEvent] = []
+        while len(self.names) > self.blocks:
+            _, gone = self.names.popitem(last=False)
+            changes.append(BlockRemoved(gone))
+        changes.append(BlocksStored([*stored.values()], parent, list(tokens[begin:end]), _prefix(requested)))
         return changes
+
+    def _cached(self, requested: StandinRequest, tokens: Sequence[int]) -> list[Key]:
+        """Return the keys of the cached blocks at the beginning of the tokens."""
+        size = self.block_size
+        keys: list[Key] = []
+        previous: Prefix | int = _prefix(requested)
+        for at in range(0, len(tokens) - size + 1, size):
+            key = previous, tuple(tokens[at : at + size])
+            if key not in self.names:
+                break
+            keys.append(key)
+            previous = self.names[key]
+        return keys
+
+    def _use(self, keys: Sequence[Key]) -> None:
+        for key in reversed(keys):
+            self.names.move_to_end(key)
+
+
+def _prefix(requested: StandinRequest) -> Prefix:
+    return Prefix(requested.salt, requested.lora, lora_id=1 if requested.lora else 0)

@@ -65,11 +65,12 @@ class TokenSource:
             script = self._script(packed[:end], request_id, sampling) if length in replies else None
             if script is not None:
                 given = prompt[length : length + len(script.token_ids)]
-                words = prompt[length + len(given) :]
-                is_start = script.token_ids[: len(given)] == list(given) and not (script.is_whole and words)
-                if is_start and self._are_words(words, output.seed, len(given)):
+                words_begin = length + len(given)
+                has_words = words_begin < len(prompt)
+                is_start = script.token_ids[: len(given)] == list(given) and not (script.is_whole and has_words)
+                if is_start and self._are_words(prompt, words_begin, output.seed, len(given)):
                     return output._replace(script=script._replace(token_ids=script.token_ids[len(given) :]))
-            elif self._are_words(prompt[length:], output.seed, 0):
+            elif self._are_words(prompt, length, output.seed, 0):
                 return output
         hashed.update(packed[hashed_bytes:])
         return Output(hashed.intdigest(), 0, self._script(packed, request_id, sampling))
@@ -110,13 +111,13 @@ class TokenSource:
                 at = packed.find(reply, at + 1)
         return found
 
-    def _are_words(self, tokens: Sequence[int], seed: int, position: int) -> bool:
-        """Return whether these are the output from a position on. Most prompts differ in the first token."""
-        if not tokens:
+    def _are_words(self, prompt: Sequence[int], begin: int, seed: int, position: int) -> bool:
+        """Return whether a prompt ends with the output from a position on. Most prompts differ in the first token."""
+        if begin == len(prompt):
             return True
-        if generate_tokens(seed, position, 1, self.vocabulary)[0] != tokens[0]:
+        if generate_tokens(seed, position, 1, self.vocabulary)[0] != prompt[begin]:
             return False
-        return generate_tokens(seed, position, len(tokens), self.vocabulary) == list(tokens)
+        return generate_tokens(seed, position, len(prompt) - begin, self.vocabulary) == list(prompt[begin:])
 
     def _script(self, packed: bytes, request_id: str, sampling: Sampling) -> Script | None:
         item = WorkItem(
