@@ -39,7 +39,8 @@ def explain(*arguments: str | Path) -> Result:
 def log(tmp_path: Path) -> Path:
     made = Recorder()
     made.fleet("a", "b", temperature=0.5, queue=QueueConfig(threshold=0.25))
-    made("requests", request("req-1", PROMPTS[0], at_us=100, routing=RoutingHints(worker_id="a", priority=3)))
+    pinned = RoutingHints(worker_id="a", priority=3)
+    made("requests", request("req-1", PROMPTS[0], at_us=100, routing=pinned, tenant="acme", key_id="0123456789ab"))
     made.progress("req-1", FirstTokenEmitted, after_us=500_000, cached_tokens=0, at_us=900)
     made.progress("req-1", RequestFinished, finish_reason="stop", output_tokens=7)
     made("requests", request("req-2", PROMPTS[1]))
@@ -59,6 +60,7 @@ def test_a_timeline_is_shown_as_text(log: Path) -> None:
     lines = output.stdout.splitlines()
     assert lines[0] == "request req-1: finished (stop) after 0.500 s, 7 output tokens"
     assert "34 prompt tokens in 8 full blocks, at most 2 output tokens, deadline after 1 s" in lines[1]
+    assert "tenant acme, key 0123456789ab" in lines
     assert "hints: worker_id a, priority 3" in lines
     assert "    +0.000 s  routed to a: the request is pinned to it" in lines
     assert "              kv: temperature 0.5, queue.threshold 0.25" in lines
@@ -106,6 +108,15 @@ def test_explanation_ends_at_a_divergence(log: Path) -> None:
     assert "DIVERGENCE at journal offset 1, before this request: differs in table_digest" in output.stdout
     assert "routed to" not in output.stdout
     assert json.loads(explain(log, "req-1", "--json").stdout)["divergence"]["offset"] == 1
+
+
+def test_the_status_of_a_log_counts_requests_per_tenant(tmp_path: Path) -> None:
+    made = Recorder()
+    made.fleet("a")
+    made("requests", request("r", PROMPTS[0], tenant="acme"))
+    made.seal()
+    lines = invoke("status", written(made, tmp_path / "log.db")).stdout.splitlines()
+    assert "tenant     acme: 1 in flight, 0 queued" in lines
 
 
 def test_a_large_fleet_and_a_long_prompt_stay_readable(tmp_path: Path) -> None:

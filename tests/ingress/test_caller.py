@@ -1,10 +1,13 @@
 """The tenant of an API key on the log, its cache namespace and its queue class."""
 
+import logging
+
 import pytest
 
 from forebay.events.keys import KeySet
 from forebay.events.requests import RoutingHints
-from forebay.ingress.caller import ANONYMOUS, caller_with
+from forebay.ingress.access_log import LOGGER, open_entry
+from forebay.ingress.caller import ANONYMOUS, caller_with, set_caller
 from forebay.ingress.errors import ApiError
 
 KEY = KeySet(key_hash="ab" * 32, tenant="acme", weight=3, queue_classes=("silver", "batch"))
@@ -38,3 +41,16 @@ def test_without_a_tenant_hints_stay() -> None:
 def test_a_key_without_classes_uses_the_default_class() -> None:
     caller = caller_with(KeySet(key_hash="cd" * 32, tenant="acme"))
     assert caller.routing(RoutingHints(policy_class="gold")).policy_class == ""
+
+
+def test_the_access_log_names_the_tenant_of_a_key(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    for caller in (caller_with(KEY), ANONYMOUS):
+        scope = {"method": "GET", "path": "/v1/models"}
+        entry = open_entry(scope)
+        assert entry is not None
+        set_caller(scope, caller)
+        entry.write()
+    named, anonymous = (record.__dict__["fields"] for record in caplog.records)
+    assert (named["tenant"], named["key_id"]) == ("acme", "abababababab")
+    assert not {"tenant", "key_id"} & set(anonymous)

@@ -245,6 +245,9 @@ def secrets_of(log: SqliteLog) -> dict[str, bytes]:
             ("adapter", getattr(event, "lora_name", "")),
             ("namespace", getattr(event, "cache_namespace", "")),
             ("reason", getattr(event, "reason", "")),
+            ("tenant", getattr(event, "tenant", "")),
+            ("key", getattr(event, "key_id", "")),
+            ("trace", getattr(event, "traceparent", "")),
         ):
             if len(text) > 5:
                 found[f"{name} {text}"] = text.encode()
@@ -280,8 +283,11 @@ def content_history() -> WrittenDriver:
             token_ids=b"".join(tokens),
             tie_seed=number,  # of a random nonce; anonymised recordings keep it
             nonce=xxh3_64_intdigest(f"nonce of {name}".encode()),
-            cache_namespace=f"tenant-{number % 3}",
+            cache_namespace=f"salt-of-{number % 3}",
             ingress_id="ingress-of-somebody",
+            tenant=f"customer-{number % 4}",
+            key_id=f"abcdef01234{number % 4}",
+            traceparent=f"00-{number % 4 + 1:032}-{2:016}-01",
             session_id=f"session-of-{number % 7}",
         )
         if number % 3 == 0:
@@ -299,7 +305,7 @@ async def test_the_file_contains_no_client_content(log: SqliteLog, out: Path) ->
     original = out.with_name("original.db")
     (await log_with(content_history(), original)).close()
     seen = {name.partition(" ")[0] for name in leaks(original, secrets)}
-    assert seen == {"garbage", "a", "id", "session", "namespace", "hash", "tokens", "block"}
+    assert seen == {"garbage", "a", "id", "session", "namespace", "hash", "tokens", "block", "tenant", "key", "trace"}
     await written(log, out)
     assert leaks(out, secrets) == []
     assert names_beside(out) == ["original.db", "original.db.lock", "out.rec"]

@@ -56,6 +56,14 @@ class Broken:
 BROKEN = f"{__name__}.Broken"
 
 
+async def test_the_tenant_and_its_key_are_explained() -> None:
+    made = fleet("a")
+    trace = f"00-{1:032}-{2:016}-01"
+    made.ask("r", SHORT, tenant="acme", key_id="abababababab", traceparent=trace)
+    submission = submission_of(await made.explain("r"))
+    assert (submission.tenant, submission.key_id, submission.traceparent) == ("acme", "abababababab", trace)
+
+
 async def test_timeline_from_submission_to_finish() -> None:
     made = fleet(track_output_blocks=True)
     made.stored("b", SHORT)
@@ -619,7 +627,7 @@ async def test_an_outage_has_a_length_and_late_events_say_when_they_were_written
 async def test_a_request_older_than_the_log() -> None:
     made = fleet("a", "b")
     for name in ("ended", "r"):
-        made.ask(name, SHORT)
+        made.ask(name, SHORT, tenant="acme", key_id="abababababab")
     made.progress("ended", RequestFinished, finish_reason="stop")
     made.snapshot()
     log = Trimmed.open(None)
@@ -635,5 +643,6 @@ async def test_a_request_older_than_the_log() -> None:
     assert words(found) == ["taken_up", "first_token", "finished", "duplicate_refused"]
     submission = submission_of(found)
     assert (submission.now_us, submission.prompt_tokens, submission.offset) == (None, 10, 1)
+    assert (submission.tenant, submission.key_id) == ("acme", "")
     assert (ending_of(found).duration_us, ending_of(found).output_tokens) == (None, 3)
     assert first_token_of(found).predicted_tokens is None

@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 
 from forebay.events.codec import decode, encode
+from forebay.events.control import QueueConfig
 from forebay.events.decisions import OwnerClaimed, RequestRouted
 from forebay.events.fleet import WorkerSuspect
 from forebay.events.requests import RoutingHints
@@ -94,6 +95,19 @@ async def test_requests_in_flight_are_counted_by_phase() -> None:
             system.cancel(f"r{number}")
         await until(lambda: not len(owner.world.requests))
     log.close()
+
+
+async def test_the_tenants_with_the_most_requests_are_shown() -> None:
+    made = fleet("a", queue=QueueConfig(threshold=0.1))
+    for number in range(12):
+        for part in range(1 + number // 11):
+            made.ask(f"r{number}-{part}", tenant=f"t{number:02}", at_us=1)
+    made.ask("anonymous")
+    made.seal()
+    requests = (await read_status(await made.log(), 0, "m")).requests
+    assert requests.in_flight == 14
+    assert [one.tenant for one in requests.tenants] == ["t11", *(f"t{number:02}" for number in range(9))]
+    assert [(one.in_flight, one.queued) for one in requests.tenants] == [(2, 2), (1, 0), *[(1, 1)] * 8]
 
 
 async def test_a_log_without_an_owner_has_a_status() -> None:

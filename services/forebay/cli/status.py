@@ -154,6 +154,8 @@ def _facts(status: GroupStatus) -> Iterator[tuple[str, str]]:
     requests = status.requests
     phases = ", ".join(f"{count:,} {phase}" for phase, count in requests.by_phase.items())
     yield "requests", f"{requests.in_flight:,} in flight" + (f": {phases}" if phases else "")
+    for tenant in requests.tenants:
+        yield "tenant", f"{tenant.tenant}: {tenant.in_flight:,} in flight, {tenant.queued:,} queued"
     for pool in status.pools:
         text = f"{pool.pool}: {pool.role}, policy {pool.policy}, {pool.routed:,} routed, {pool.queued:,} queued"
         if pool.canary_of is not None:

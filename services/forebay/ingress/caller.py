@@ -8,6 +8,7 @@ import msgspec
 from forebay.events.keys import KeySet
 from forebay.events.names import unknown_name
 from forebay.events.requests import RoutingHints
+from forebay.ingress.access_log import add_fields, fields_of
 from forebay.ingress.errors import ApiError, invalid
 
 _SCOPE_KEY = "forebay.caller"
@@ -82,7 +83,9 @@ def caller_with(key: KeySet) -> Caller:
 
 
 def set_caller(scope: MutableMapping[str, Any], caller: Caller) -> None:
+    """Note the caller of an HTTP request, also for the access log."""
     scope[_SCOPE_KEY] = caller
+    add_fields(scope, **fields_of(caller.tenant, caller.key_id))
 
 
 def caller_of(scope: MutableMapping[str, Any]) -> Caller:

@@ -27,6 +27,7 @@ from forebay.transport.base import Log
 from forebay.transport.heartbeats import OwnerPresence
 
 VERSION = 1
+TENANTS_MAX = 10
 NO_OWNER = "no router owns the group now, so requests wait"
 NEVER_OWNED = "no router has owned the group yet"
 NO_WORKER = "no worker is ready"
@@ -82,10 +83,19 @@ class WorkerStatus(Fact, frozen=True, kw_only=True):
     ranks: list[RankStatus]
 
 
+class TenantStatus(Fact, frozen=True, kw_only=True):
+    tenant: str
+    in_flight: int
+    queued: int
+
+
 class RequestsStatus(Fact, frozen=True, kw_only=True):
+    """Requests that have not ended, and the tenants with the most of them, at most `TENANTS_MAX`."""
+
     in_flight: int
     queued: int
     by_phase: dict[str, int]
+    tenants: tuple[TenantStatus, ...] = ()
 
 
 class TopicStatus(Fact, frozen=True, kw_only=True):
@@ -199,7 +209,10 @@ async def build_status(
         pools=_pools(world),
         workers=_workers(world),
         requests=RequestsStatus(
-            in_flight=phases.total(), queued=phases[Phase.QUEUED], by_phase=dict(sorted(phases.items()))
+            in_flight=phases.total(),
+            queued=phases[Phase.QUEUED],
+            by_phase=dict(sorted(phases.items())),
+            tenants=_tenants(world),
         ),
         topics=[_topic(name, partition, world.view.get(name, 0), end) for name, end in ends.items()],
     )
@@ -228,6 +241,14 @@ def _pools(world: World) -> list[PoolStatus]:
         )
         for name, pool in sorted(world.pools.items())
     ]
+
+
+def _tenants(world: World) -> tuple[TenantStatus, ...]:
+    requests = [request for request in world.requests.active() if request.submitted.tenant]
+    active = Counter(request.submitted.tenant for request in requests)
+    queued = Counter(request.submitted.tenant for request in requests if request.phase is Phase.QUEUED)
+    largest = sorted(active.items(), key=lambda one: (-one[1], one[0]))[:TENANTS_MAX]
+    return tuple(TenantStatus(tenant=name, in_flight=count, queued=queued[name]) for name, count in largest)
 
 
 def _workers(world: World) -> list[WorkerStatus]:

@@ -106,6 +106,8 @@ def _head(explanation: Explanation) -> Iterator[str]:
     yield f"{explanation.kind} {explanation.request_id}: {_outcome(explanation)}"
     if submission is not None:
         yield ", ".join(_submission_text(submission))
+        if caller := ", ".join(_caller_text(submission)):
+            yield caller
         if submission.hints:
             yield "hints: " + ", ".join(f"{name} {_value(value)}" for name, value in submission.hints.items())
         if submission.now_us is not None:
@@ -147,6 +149,16 @@ def _submission_text(submission: Submission) -> Iterator[str]:
     yield f"tie seed {submission.tie_seed}"
     if submission.anonymised:
         yield "anonymised"
+
+
+def _caller_text(submission: Submission) -> Iterator[str]:
+    for name, value in (
+        ("tenant", submission.tenant),
+        ("key", submission.key_id),
+        ("trace context", submission.traceparent),
+    ):
+        if value:
+            yield f"{name} {value}"
 
 
 def _foot(explanation: Explanation) -> Iterator[str]:

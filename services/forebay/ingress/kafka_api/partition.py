@@ -22,7 +22,7 @@ from forebay.core.state.reply_slot import apply
 from forebay.events.codec import encode
 from forebay.events.request_ids import kafka_api_request_id
 from forebay.events.topics import REQUESTS, TOKENS
-from forebay.ingress.access_log import write_record
+from forebay.ingress.access_log import fields_of, write_record
 from forebay.ingress.commands import GRACE_S
 from forebay.ingress.errors import ApiError, deadline_exceeded, internal_error, invalid, retry_headers
 from forebay.ingress.kafka_api.request import ReplyAddress, address, body_of, nonce_of, slot_of
@@ -268,6 +268,7 @@ class PartitionServer:
             text = f"the request id {where.request_id} is already in flight; use another id"
             raise ApiError(409, "duplicate_request_id", text)
         response = RecordResponse(entry, where, fold, model.group)
+        response.caller = fields_of(events[0].tenant, events[0].key_id)
         for index, (name, submission) in enumerate(zip(fold.ids, events, strict=True)):
             request = self._pending[name] = PendingRequest(name, response, index, submission)
             self._pending_of.setdefault(settings.model_name, {})[name] = request

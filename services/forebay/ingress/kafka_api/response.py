@@ -46,12 +46,13 @@ class WindowEntry:
 class RecordResponse:
     """Response to one record of `openai-requests`, which becomes one request on the log per choice or input."""
 
-    __slots__ = ("_began_s", "_events", "_sent", "entry", "fold", "group", "requests", "where")
+    __slots__ = ("_began_s", "_events", "_sent", "caller", "entry", "fold", "group", "requests", "where")
 
     def __init__(self, entry: WindowEntry, where: ReplyAddress, fold: ResponseFold, group: GroupClient) -> None:
         self.group = group
         self.entry = entry
         self.where = where
+        self.caller: dict[str, str] = {}  # fields of the access log
         self.fold = fold
         self.requests: list[PendingRequest] = []
         self._sent = 0
@@ -66,6 +67,7 @@ class RecordResponse:
             200 if error is None else error.status,
             error="" if error is None else error.code,
             request_id=fold.request_id,
+            **self.caller,
             worker=next((one.worker_id for one in self.requests if one.worker_id), ""),
             prompt_tokens=fold.prompt_tokens,
             cached_tokens=fold.cached_tokens,

@@ -79,6 +79,9 @@ class Submission(ExplanationPart, frozen=True, kw_only=True):
         full_blocks: number of KV blocks that the prompt fills completely. Only full blocks can be cached.
         tie_seed: the 64-bit seed that breaks ties, as 16 hex digits.
         anonymised: whether the recording omits the prompt's tokens.
+        tenant: tenant that owns the API key of the request; empty for none.
+        key_id: public id of this API key. Empty like `traceparent` if the log no longer holds the event.
+        traceparent: trace context of the client, as in the header `traceparent` of W3C; empty for none.
     """
 
     offset: int
@@ -93,6 +96,9 @@ class Submission(ExplanationPart, frozen=True, kw_only=True):
     tie_seed: str
     hints: dict[str, Any]
     anonymised: bool = False
+    tenant: str = ""
+    key_id: str = ""
+    traceparent: str = ""
 
 
 class RankState(ExplanationPart, frozen=True, kw_only=True):

@@ -226,6 +226,7 @@ class Timeline:
             full_blocks=len(submitted.blocks),
             tie_seed=hex_digest(submitted.tie_seed),
             hints=msgspec.to_builtins(submitted.hints),
+            tenant=submitted.tenant,
         )
         where = f", attempt {request.stage_attempt} on {request.worker_id}" if request.on_worker else ""
         text = f"already active ({request.phase}{where}); this log does not hold earlier events"
@@ -468,7 +469,7 @@ class Timeline:
 
 
 def submission_of(event: SubmissionEvent, offset: int, now_us: int | None) -> Submission:
-    return Submission(
+    submission = Submission(
         offset=offset,
         now_us=now_us,
         wall_us=event.at_us,
@@ -476,11 +477,19 @@ def submission_of(event: SubmissionEvent, offset: int, now_us: int | None) -> Su
         lora_name=event.lora_name,
         prompt_tokens=event.prompt_tokens,
         full_blocks=len(event.sequence_hashes) // U64_BYTES,
-        max_tokens=event.sampling.max_tokens if isinstance(event, RequestSubmitted) else None,
-        timeout_us=event.timeout_us if isinstance(event, RequestSubmitted) else None,
         tie_seed=hex_digest(event.tie_seed),
         hints=msgspec.to_builtins(event.routing),
-        anonymised=isinstance(event, RequestSubmitted) and event.withheld_tokens > 0,
+    )
+    if not isinstance(event, RequestSubmitted):
+        return submission
+    return msgspec.structs.replace(
+        submission,
+        max_tokens=event.sampling.max_tokens,
+        timeout_us=event.timeout_us,
+        anonymised=event.withheld_tokens > 0,
+        tenant=event.tenant,
+        key_id=event.key_id,
+        traceparent=event.traceparent,
     )
 
 
