@@ -363,7 +363,7 @@ async def test_the_newest_request_with_an_id_is_found_among_all_models(
         await both.log.append(
             [Draft(REQUESTS.name, partition, encode(REQUESTS, submitted), submitted.request_id.encode())]
         )
-    found = await finder.RequestFinder(both.models).find("order-7")
+    found = await finder.RequestFinder(both.models).find("order-7", "")
     assert (found.request_id, found.location) == (later.request_id, RequestLocation(1, 0))
 
 

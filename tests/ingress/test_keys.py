@@ -1,9 +1,10 @@
 """API keys of tenants: who a request is from, which requests are rejected, revocation, and files of keys."""
 
+import asyncio
 import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,134 @@ async def test_a_key_is_limited_to_its_models() -> None:
         assert await code_of(scene.client, bearer("beta"), f"{MODELS}/{NAME}") == (200, "")
         for path in ("/tokenize", "/detokenize"):
             assert (await scene.client.post(path, json=bodies[path], headers=bearer("beta"))).status_code == 200
+
+
+# --- answers, users and traces ----------------------------------------------------------------------------------------
+
+
+async def finished(scene: Scene, path: str, body: Any, **headers: str) -> httpx.Response:
+    """Return the complete response to a request."""
+    pending = scene.start(path, body, **headers)
+    request = await scene.next_request()
+    scene.reply(request.request_id, "the river")
+    response = await pending
+    assert response.status_code == 200, response.text
+    return response
+
+
+async def test_an_answer_of_another_tenant_is_unknown() -> None:
+    async with keyed(key_of("acme"), key_of("beta"), key_of("acme-2", tenant="acme")) as (scene, _):
+        kept = {"forebay": {"detach": True}}
+        text_id = (await finished(scene, TEXT, text(**kept), **bearer("acme"), **{"x-request-id": "order-7"})).json()
+        response_id = (await finished(scene, RESPONSES, {"model": NAME, "input": "a"}, **bearer("acme"))).json()["id"]
+        answers, responses = f"/v1/requests/{text_id['id']}", f"{RESPONSES}/{response_id}"
+        routes = [
+            ("GET", answers),
+            ("GET", f"{answers}/stream"),
+            ("GET", f"{answers}/explain"),
+            ("POST", f"{answers}/cancel"),
+            ("DELETE", answers),
+            ("GET", "/v1/requests/order-7"),
+            ("DELETE", "/v1/requests/order-7"),
+            ("GET", responses),
+            ("GET", f"{responses}/input_items"),
+            ("POST", f"{responses}/cancel"),
+            ("DELETE", responses),
+        ]
+        for headers in (bearer("beta"), {}):
+            for method, path in routes:
+                if path.endswith("/explain") and not headers:
+                    continue  # only tenants are separated from others
+                refused = await scene.client.request(method, path, headers=headers)
+                assert error(refused) in [(404, "request_not_found"), (404, "response_not_found")], (method, path)
+                given = next(one for one in (text_id["id"], response_id, "order-7") if one in path)
+                other = given[:-1] + ("A" if given[-1] != "A" else "B")
+                unknown = await scene.client.request(method, path.replace(given, other), headers=headers)
+                assert refused.text == unknown.text.replace(other, given), (method, path)
+            for body in (
+                {"previous_response_id": response_id, "input": "b"},
+                {"input": [{"type": "item_reference", "id": f"msg_{response_id.removeprefix('resp_')}"}]},
+            ):
+                continued = await scene.client.post(RESPONSES, json={"model": NAME, **body}, headers=headers)
+                assert continued.json()["error"]["code"] in ("previous_response_not_found", "item_not_found")
+        await finished(scene, TEXT, text(**kept), **bearer("beta"), **{"x-request-id": "order-7"})
+        for path in (answers, "/v1/requests/order-7"):
+            for name in ("acme", "acme-2"):
+                found = await scene.client.get(path, headers=bearer(name))
+                assert found.json()["id"] == text_id["id"], "another tenant cannot hide an answer"
+        assert (await scene.client.get(responses, headers=bearer("acme"))).status_code == 200
+        assert (await scene.client.delete(answers, headers=bearer("acme-2"))).status_code == 200
+        for name in ("acme", "beta"):
+            assert await code_of(scene.client, bearer(name), answers) == (404, "request_not_found")
+        assert scene.front.drain.in_flight == 0
+
+
+async def test_an_idempotency_key_belongs_to_a_tenant() -> None:
+    keys = key_of("acme"), key_of("acme-2", tenant="acme"), key_of("beta")
+    async with keyed(*keys) as (scene, _):
+        anonymous = {"authorization": "acme"}
+        for headers in (bearer("acme"), {"x-api-key": "fb-acme-2"}, bearer("beta"), {}, anonymous):
+            await finished(scene, TEXT, text(), **headers, **{"idempotency-key": "k"})
+        found = [request.idempotency_key for request in scene.requests(RequestSubmitted)]
+        assert found[0] == found[1]
+        assert len(set(found)) == 4
+
+
+TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa01c902b7-01"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        (TEXT, {"user": "jane"}, "jane"),
+        (CHAT, {"user": "joe", "safety_identifier": "jane"}, "jane"),
+        (CHAT, {"user": 5, "safety_identifier": ""}, ""),
+        (CHAT, {}, ""),
+        (RESPONSES, {"user": "jane"}, "jane"),
+        (RESPONSES, {"user": "joe", "safety_identifier": "jane"}, "jane"),
+        (MESSAGES, {"metadata": {"user_id": "jane"}}, "jane"),
+        (MESSAGES, {"metadata": {"user_id": 5}}, ""),
+        (MESSAGES, {"metadata": "jane"}, ""),
+    ],
+)
+async def test_the_log_has_a_hash_of_the_user_of_a_client(path: str, fields: dict[str, Any], named: str) -> None:
+    body = {CHAT: chat(), TEXT: text(), RESPONSES: {"model": NAME, "input": "a"}, MESSAGES: chat()}[path]
+    async with keyed(key_of("acme")) as (scene, _):
+        for headers in (bearer("acme"), {}):
+            await finished(scene, path, {**body, **fields}, **headers)
+        users = [(one.tenant, one.end_user) for one in scene.requests(RequestSubmitted)]
+        expected = [
+            int.from_bytes(blake2b(f"{tenant}\0{named}".encode(), digest_size=8).digest(), "little") if named else 0
+            for tenant in ("acme", "")
+        ]
+        assert users == list(zip(("acme", ""), expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ([TRACE], TRACE),
+        ([TRACE.replace("00-", "01-", 1)], TRACE.replace("00-", "01-", 1)),
+        ([TRACE, TRACE], ""),
+        ([TRACE.upper()], ""),
+        ([TRACE + "-x"], ""),
+        ([TRACE + "\u00e9"], ""),
+        ([f"00-{'0' * 32}-00f067aa01c902b7-01"], ""),
+        ([f"00-4bf92f3577b34da6a3ce929d0e0e4736-{'0' * 16}-01"], ""),
+        ([TRACE.replace("00-", "ff-", 1)], ""),
+        (["x" * 10_000], ""),
+        ([""], ""),
+        ([], ""),
+    ],
+)
+async def test_an_invalid_trace_context_is_ignored(given: list[str], found: str) -> None:
+    async with keyed() as (scene, _):
+        headers = [(b"traceparent", value.encode("latin-1")) for value in given]
+        pending = asyncio.create_task(scene.client.post(TEXT, json=text(), headers=headers))
+        request = await scene.next_request()
+        scene.reply(request.request_id, "the river")
+        assert (await pending).status_code == 200
+        assert (request.traceparent, request.tenant) == (found, "")
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -411,7 +411,7 @@ async def test_a_response_is_not_continued_by_another_model(scene: Scene, client
     first = await finished(scene, client)
     async with make_scene() as other:
         with pytest.raises(ApiError, match="is of the model") as raised:
-            await with_history(body(previous_response_id=first.id), RequestFinder(scene.models), other.group)
+            await with_history(body(previous_response_id=first.id), RequestFinder(scene.models), other.group, "")
     assert (raised.value.status, raised.value.param) == (400, "previous_response_id")
 
 

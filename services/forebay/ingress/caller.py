@@ -1,16 +1,22 @@
 """Who sent a request: the tenant and the rights of its API key. The log has this with the request."""
 
-from collections.abc import MutableMapping
+import re
+from collections.abc import Iterable, MutableMapping
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
 
+from forebay.events.base import U64_BYTES
 from forebay.events.keys import KeySet
 from forebay.events.names import unknown_name
 from forebay.events.requests import RoutingHints
 from forebay.ingress.access_log import add_fields, fields_of
 from forebay.ingress.errors import ApiError, invalid
 
+TRACE_HEADER = "traceparent"
+# W3C Trace Context, version 00, or a later version without further fields.
+TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _SCOPE_KEY = "forebay.caller"
 
 
@@ -31,6 +37,23 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     cache_namespace: str = ""
     queue_classes: tuple[str, ...] = ()
     key: KeySet | None = None
+
+    def with_details(self, end_user: str, headers: Iterable[tuple[str, str]]) -> "Caller":
+        """Return the caller of one request, with the hash of the client's user and the trace context of the headers.
+
+        An invalid trace context, and one of several, is ignored, as W3C requires.
+        """
+        traces = [value for name, value in headers if name == TRACE_HEADER]
+        traceparent = traces[0] if len(traces) == 1 and TRACEPARENT.fullmatch(traces[0]) else ""
+        if not end_user and not traceparent:
+            return self
+        return msgspec.structs.replace(self, end_user=self._hash(end_user), traceparent=traceparent)
+
+    def _hash(self, end_user: str) -> int:
+        if not end_user:
+            return 0
+        digest = blake2b(f"{self.tenant}\0{end_user}".encode(errors="surrogatepass"), digest_size=U64_BYTES).digest()
+        return int.from_bytes(digest, "little") or 1  # 0 means no user
 
     def namespace(self, given: str) -> str:
         """Return the cache namespace of a request for which the client gave this one."""

@@ -62,6 +62,13 @@ class _Request(NamedTuple):
     first: RequestSubmitted
 
 
+class _Wanted(NamedTuple):
+    """An id that a client of a tenant searches."""
+
+    tenant: str
+    id: str
+
+
 class RequestFinder:
     """Finds requests of the models of an ingress."""
 
@@ -71,34 +78,39 @@ class RequestFinder:
         self._answers = models.front.answers
         self._reader = _RecordReader(models.front.log)
         self._searching = asyncio.Lock()
-        self._wanted: Counter[str] = Counter()
-        self._found: dict[str, tuple[str, RequestLocation] | None] = {}
+        self._wanted: Counter[_Wanted] = Counter()
+        self._found: dict[_Wanted, tuple[str, RequestLocation] | None] = {}
 
-    async def find(self, given: str) -> FoundRequest:
+    async def find(self, given: str, tenant: str) -> FoundRequest:
         """Return the request with a public id, an id on the log, or an id that its client chose (the newest one).
 
-        Raises ApiError: 404 for an unknown or deleted request, 410 if retention or an operator removed what is needed.
+        `tenant` is that of the caller, empty for none.
+
+        Raises ApiError: 404 for an unknown or deleted request or one of another tenant, 410 if retention or an operator
+        removed what is needed.
         """
         request_id, location = parse_public_id(given)
         if location is None:
-            request_id, location = await self._search(given)
+            request_id, location = await self._search(given, tenant)
         if _is_of_kafka_api(request_id):
             raise _unknown(given)
-        return await self._read(request_id, location, given)
+        return await self._read(request_id, location, given, tenant)
 
-    async def at(self, location: RequestLocation) -> FoundRequest:
+    async def at(self, location: RequestLocation, tenant: str) -> FoundRequest:
         """Return the request at a location that the owner of its group named. Raises ApiError as `find`."""
         found = _request_in(await self._record(location))
         if found is None:
             raise ApiError(410, "answer_expired", "the request with this idempotency key was removed by retention")
-        return await self._read(found.id, location, public_id(found.id, location))
+        return await self._read(found.id, location, public_id(found.id, location), tenant)
 
-    async def _read(self, request_id: str, location: RequestLocation, given: str) -> FoundRequest:
+    async def _read(self, request_id: str, location: RequestLocation, given: str, tenant: str) -> FoundRequest:
         try:
             content = await self._answers.load(request_id, location)
         except AnswerForgotten as error:
             raise ApiError(410, "answer_expired", f"the request {given!r} is too old: {error}") from None
         if isinstance(content, AnswerDeleted):
+            if tenant:  # whose answer it was is unknown
+                raise _unknown(given)
             raise ApiError(404, "request_not_found", f"the request {given!r} was deleted")
         if content is not None:
             first = content.submission
@@ -107,6 +119,8 @@ class RequestFinder:
             if found is None or found.id != request_id:
                 raise _unknown(given)
             first = found.first
+        if first.tenant != tenant:
+            raise _unknown(given)
         assert first.rendering is not None, "the first part of a response has its rendering"
         loaded = await self._models.rendering_model(first.model, first.rendering.card)
         return FoundRequest(request_id, location, first, loaded, content)
@@ -122,36 +136,39 @@ class RequestFinder:
             text = "retention has removed the records of this time, and the answer was not kept or has expired"
             raise ApiError(410, "answer_expired", text) from None
 
-    async def _search(self, given: str) -> tuple[str, RequestLocation]:
-        """Return id and location of the newest request with an id that has no location. Raises ApiError (404).
+    async def _search(self, given: str, tenant: str) -> tuple[str, RequestLocation]:
+        """Return id and location of a tenant's newest request with an id that has no location. Raises ApiError (404).
 
         All ids that are wanted when a search begins share its pass over the log.
         """
-        self._wanted[given] += 1
+        wanted = _Wanted(tenant, given)
+        self._wanted[wanted] += 1
         try:
             async with self._searching:
                 found = self._found
-                if given not in found:
+                if wanted not in found:
                     found = self._found = await self._newest(set(self._wanted))
-                newest = found[given]
+                newest = found[wanted]
         finally:
-            self._wanted[given] -= 1
-            if not self._wanted[given]:
-                del self._wanted[given]
-                self._found.pop(given, None)
+            self._wanted[wanted] -= 1
+            if not self._wanted[wanted]:
+                del self._wanted[wanted]
+                self._found.pop(wanted, None)
         if newest is None:
             raise _unknown(given)
         return newest
 
-    async def _newest(self, wanted: set[str]) -> dict[str, tuple[str, RequestLocation] | None]:
-        found: dict[str, tuple[str, RequestLocation] | None] = dict.fromkeys(wanted)
+    async def _newest(self, wanted: set[_Wanted]) -> dict[_Wanted, tuple[str, RequestLocation] | None]:
+        found: dict[_Wanted, tuple[str, RequestLocation] | None] = dict.fromkeys(wanted)
+        ids = {one.id for one in wanted}
         searched = 0
         async for record in newest_first(self._log, REQUESTS, self._models.partitions()):
             name = (record.key or b"").decode(errors="replace")
-            aliases = frozenset() if _is_of_kafka_api(name) else wanted & aliases_of(name)
+            aliases = frozenset() if _is_of_kafka_api(name) else ids & aliases_of(name)
             if aliases and (request := _request_in(record)) is not None:
-                found |= dict.fromkeys(aliases, (request.id, RequestLocation(record.partition, record.offset)))
-                wanted -= aliases
+                newest = wanted & {_Wanted(request.first.tenant, alias) for alias in aliases}
+                found |= dict.fromkeys(newest, (request.id, RequestLocation(record.partition, record.offset)))
+                wanted -= newest
             searched += 1
             if not wanted or searched == SEARCHED_MAX:
                 break

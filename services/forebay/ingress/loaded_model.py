@@ -1,7 +1,7 @@
 """A model whose tokenizer is loaded: turns request bodies into requests for the log, and output into responses."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 from forebay.events.rendering import RENDERER_VERSION
@@ -39,7 +39,7 @@ class LoadedModel:
     async def prepare(
         self,
         body: AnyBody,
-        headers: Iterable[tuple[str, str]],
+        headers: Collection[tuple[str, str]],
         name: str = "",
         caller: Caller = ANONYMOUS,
         *,
@@ -58,7 +58,7 @@ class LoadedModel:
         Raises ApiError if the request is invalid or cannot be served.
         """
         lora_name = await self.group.adapters.resolve(name or body.model)
-        completion = body.completion
+        completion, caller = body.completion, caller.with_details(body.end_user, headers)
         try:
             prompts, prepared = await self._prepare(completion, headers, lora_name, caller, is_patient=is_patient)
         except ApiError as error:

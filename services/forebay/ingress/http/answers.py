@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from forebay import runtime
 from forebay.events.request_ids import RequestLocation, part_ids
+from forebay.ingress.caller import caller_of
 from forebay.ingress.errors import invalid
 from forebay.ingress.finder import FoundRequest, RequestFinder
 from forebay.ingress.front import Front
@@ -31,27 +32,28 @@ def add_answers(app: FastAPI, front: Front, finder: RequestFinder) -> None:
         after = last_event(request.headers, "Last-Event-ID", EVENT_ID)
         after = after or last_event(request.query_params, "last_event_id", EVENT_ID)
         began_s = runtime.monotonic_s()
-        found = await finder.find(request_id)
+        found = await finder.find(request_id, caller_of(request.scope).tenant)
         if found.rendering.api == "embeddings":
             raise invalid("embeddings have no stream; read the whole response", code="unsupported_parameter")
         return _attached(finder, found, began_s, stream=True, after=after)
 
     @app.get("/v1/requests/{request_id}", responses={**content(JSON, "object", "The response."), **errors(*READS)})
-    async def whole(request_id: str) -> Response:
+    async def whole(request: Request, request_id: str) -> Response:
         """Return the whole response to a request, once it is complete."""
         began_s = runtime.monotonic_s()
-        return _attached(finder, await finder.find(request_id), began_s, stream=False)
+        found = await finder.find(request_id, caller_of(request.scope).tenant)
+        return _attached(finder, found, began_s, stream=False)
 
     @app.post("/v1/requests/{request_id}/cancel", responses={**content(JSON, "object", "The id."), **errors(404, 410)})
-    async def cancel(request_id: str) -> Response:
+    async def cancel(request: Request, request_id: str) -> Response:
         """Cancel a request. A finished one stays as it is."""
-        cancel_request(await finder.find(request_id))
+        cancel_request(await finder.find(request_id, caller_of(request.scope).tenant))
         return _done(request_id, "cancelled")
 
     @app.delete("/v1/requests/{request_id}", responses={**content(JSON, "object", "The id."), **errors(404, 410)})
-    async def delete(request_id: str) -> Response:
+    async def delete(request: Request, request_id: str) -> Response:
         """Cancel a request if it has not finished, and delete its answer."""
-        found = await finder.find(request_id)
+        found = await finder.find(request_id, caller_of(request.scope).tenant)
         cancel_request(found)
         await front.answers.delete(found.request_id, found.location)
         return _done(request_id, "deleted")
@@ -63,7 +65,7 @@ def _attached(
     """Return the response to a request, or to the earlier one that it repeats with an idempotency key."""
 
     async def replay(location: RequestLocation) -> Response:
-        return _attached(finder, await finder.at(location), began_s, stream=stream, after=after)
+        return _attached(finder, await finder.at(location, found.first.tenant), began_s, stream=stream, after=after)
 
     return AttachedResponse(found, began_s, stream=stream, after=after, replay=replay)
 

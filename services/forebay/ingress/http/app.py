@@ -67,7 +67,7 @@ def build_app(
     add_answers(app, models.front, finder)
     add_responses(app, models.front, finder)
     explain = explainer or Explainer(None)
-    add_explain(app, models, explain)
+    add_explain(app, models, explain, finder)
     add_status(app, models, explain, status_of)
     if settings.admin_token:
         add_admin(app, models)

@@ -12,6 +12,7 @@ from xxhash import xxh3_64_intdigest
 from forebay.events.base import U64_BYTES
 from forebay.events.request_ids import RequestLocation
 from forebay.events.requests import RequestSubmitted
+from forebay.ingress.caller import caller_of
 from forebay.ingress.errors import ApiError, invalid
 
 HEADER = "Idempotency-Key"
@@ -25,12 +26,14 @@ class Idempotency(NamedTuple):
 
     Attributes:
         secret: API key that the client sent. Clients with different API keys cannot read each other's responses.
+        tenant: tenant of the API key, whose keys share responses; then `secret` is empty.
         body_hash: hash of the path and the decoded body.
     """
 
     key: str
     secret: bytes
     body_hash: int
+    tenant: str = ""
 
     def applied(self, group: str, parts: Sequence[RequestSubmitted]) -> list[RequestSubmitted]:
         """Return the submissions of a request with the key in a group.
@@ -53,7 +56,8 @@ class Idempotency(NamedTuple):
 
     def _hash(self, group: str) -> int:
         digest = blake2b(digest_size=U64_BYTES)
-        for part in (self.secret, group.encode(), self.key.encode()):
+        parts = [self.secret, group.encode(), self.key.encode()]
+        for part in [*parts, self.tenant.encode()] if self.tenant else parts:
             digest.update(len(part).to_bytes(U64_BYTES, "little") + part)
         return int.from_bytes(digest.digest(), "little") or 1  # 0 means no key
 
@@ -66,6 +70,7 @@ def idempotency_of(request: Request, raw: bytes) -> Idempotency | None:
     if len(given) > 1 or KEY.fullmatch(given[0]) is None:
         text = f"send one {HEADER} with 1 to 255 printable ASCII characters, such as a UUID"
         raise invalid(text, HEADER, "invalid_idempotency_key")
-    secret = b"\0".join(value for name, value in request.headers.raw if name in SECRET_HEADERS)
+    tenant = caller_of(request.scope).tenant
+    secret = b"" if tenant else b"\0".join(value for name, value in request.headers.raw if name in SECRET_HEADERS)
     body_hash = xxh3_64_intdigest(request.url.path.encode() + b"\0" + raw)
-    return Idempotency(given[0], secret, body_hash)
+    return Idempotency(given[0], secret, body_hash, tenant)

@@ -11,10 +11,11 @@ from fastapi.responses import Response
 from pydantic import model_validator
 
 from forebay import runtime
-from forebay.events.request_ids import client_id_of
+from forebay.events.request_ids import client_id_of, public_id
 from forebay.ingress.caller import caller_of
 from forebay.ingress.errors import MESSAGES_PATH, ApiError, invalid
 from forebay.ingress.explainer import Explainer
+from forebay.ingress.finder import RequestFinder
 from forebay.ingress.group import GroupClient
 from forebay.ingress.http.body import BodyReader, request_id_of
 from forebay.ingress.http.openapi import BODY_ERRORS, QUERIES, body_of, errors, json_of
@@ -45,14 +46,18 @@ def group_of(request: Request, models: ServedModels) -> GroupClient:
     return models.group(request.query_params.get("model", ""))
 
 
-def add_explain(app: FastAPI, models: ServedModels, explainer: Explainer) -> None:
+def add_explain(app: FastAPI, models: ServedModels, explainer: Explainer, finder: RequestFinder) -> None:
     @app.get("/v1/requests/{request_id:path}/explain", responses=errors(404, 409, 501, 504))
     async def explain(request: Request, request_id: str) -> Response:
         """Explain the routing and outcome of a request.
 
         The path names the `id` of its response, or the id that the client chose. If several requests have the same id,
-        the explanation is about the last routed one. Without `model`, requests for all models are searched.
+        the explanation is about the last routed one. The key of a tenant finds only requests of this tenant. Without
+        `model`, requests for all models are searched.
         """
+        if tenant := caller_of(request.scope).tenant:
+            found = await finder.find(request_id, tenant)
+            request_id = public_id(found.request_id, found.location)
         is_named = "model" in request.query_params
         group, status = group_of(request, models) if is_named or len(models.names) == 1 else None, "error"
         try:

@@ -103,7 +103,7 @@ async def respond(request: Request, models: ServedModels, finder: RequestFinder,
         model.group.require_capacity(body.endpoint)
         replies_early = False
         if isinstance(body, ResponsesBody):
-            body = await with_history(body, finder, model.group)
+            body = await with_history(body, finder, model.group, caller.tenant)
             replies_early = bool(body.background and not body.stream)
         prepared = await model.prepare(body, request.headers.items(), name, caller)
         add_fields(request.scope, model=body.model)
@@ -157,7 +157,7 @@ class _Run(NamedTuple):
     async def _replay(self, request_id: str, idempotency: Idempotency, location: RequestLocation) -> Response:
         """Return the response of an earlier request with the same key. If it has failed, submit the request again."""
         try:
-            found = await self.finder.at(location)
+            found = await self.finder.at(location, self.prepared[0].caller.tenant)
             idempotency.require_same_body(found.first)
             if found.content is not None and found.content.has_failed:
                 again = http_request_id(client_id_of(request_id), runtime.random_int(NUMBER_BYTES))

@@ -11,6 +11,7 @@ from starlette.types import Message, Send
 
 from forebay import runtime
 from forebay.events.request_ids import parse_public_id
+from forebay.ingress.caller import caller_of
 from forebay.ingress.errors import ApiError, deadline_exceeded, invalid
 from forebay.ingress.finder import FoundRequest, RequestFinder
 from forebay.ingress.front import Front
@@ -97,13 +98,13 @@ async def snapshot(found: FoundRequest, headers: Sequence[tuple[bytes, bytes]] =
     return response
 
 
-async def stored(finder: RequestFinder, response_id: str) -> FoundRequest:
-    """Return a stored response. Raises ApiError: 404 if there is none with this id, 410 if it was removed."""
+async def stored(finder: RequestFinder, response_id: str, tenant: str) -> FoundRequest:
+    """Return a stored response of a tenant. Raises ApiError: 404 if there is none of this id, 410 if it was removed."""
     unknown = ApiError(404, "response_not_found", f"Response with id '{response_id}' not found.")
     if parse_public_id(response_id)[1] is None:
         raise unknown
     try:
-        found = await finder.find(response_id)
+        found = await finder.find(response_id, tenant)
     except ApiError as error:
         raise unknown if error.status == 404 else error from None
     if found.rendering.api != "responses" or not found.rendering.input:
@@ -111,10 +112,10 @@ async def stored(finder: RequestFinder, response_id: str) -> FoundRequest:
     return found
 
 
-async def with_history(body: ResponsesBody, finder: RequestFinder, group: GroupClient) -> ResponsesBody:
+async def with_history(body: ResponsesBody, finder: RequestFinder, group: GroupClient, tenant: str) -> ResponsesBody:
     """Return a body with the conversation that it continues, and with the items to which it refers.
 
-    Raises ApiError if one of their responses is unknown, has not finished, or is of another model.
+    Raises ApiError if one of their responses is unknown or of another tenant, has not finished, or has another model.
     """
     previous = body.previous_response_id
     referred = [item.id for _, item in body.placed if item.kind == REFERENCE and item.id]
@@ -125,7 +126,7 @@ async def with_history(body: ResponsesBody, finder: RequestFinder, group: GroupC
         return body
     if len(wanted) > REFERRED_MAX:
         raise invalid(f"the items refer to {len(wanted)} responses; the limit is {REFERRED_MAX}", "input")
-    reads = [_conversation(finder, response_id, param, group) for response_id, param in wanted.items()]
+    reads = [_conversation(finder, response_id, param, group, tenant) for response_id, param in wanted.items()]
     found = dict(zip(wanted, await asyncio.gather(*reads), strict=True))
     items = {item.id: item for one in found.values() for item in one.output if item.id}
     if unknown := [item_id for item_id in referred if item_id not in items]:
@@ -140,9 +141,11 @@ class _Conversation(NamedTuple):
     size_bytes: int
 
 
-async def _conversation(finder: RequestFinder, response_id: str, param: str, group: GroupClient) -> _Conversation:
+async def _conversation(
+    finder: RequestFinder, response_id: str, param: str, group: GroupClient, tenant: str
+) -> _Conversation:
     try:
-        found = await stored(finder, response_id)
+        found = await stored(finder, response_id, tenant)
         if found.loaded.group is not group:
             models = f"{found.loaded.group.settings.model_name}, not of {group.settings.model_name}"
             raise invalid(f"{param}: the response {response_id} is of the model {models}")
@@ -176,7 +179,7 @@ def add_responses(app: FastAPI, front: Front, finder: RequestFinder) -> None:
         if after is not None and not is_stream:
             raise invalid("starting_after is only allowed with stream=true", "starting_after")
         began_s = runtime.monotonic_s()
-        found = await stored(finder, response_id)
+        found = await stored(finder, response_id, caller_of(request.scope).tenant)
         if LOGPROBS in included and found.first.sampling.logprobs is None:
             raise invalid(f"include: the response was created without {LOGPROBS}", "include")
         if is_stream:
@@ -184,9 +187,9 @@ def add_responses(app: FastAPI, front: Front, finder: RequestFinder) -> None:
         return await snapshot(found)
 
     @app.post(f"{path}/cancel", responses=whole)
-    async def cancel(response_id: str) -> Response:
+    async def cancel(request: Request, response_id: str) -> Response:
         """Cancel a response that was created with `background`, and return it. A finished one stays as it is."""
-        found = await stored(finder, response_id)
+        found = await stored(finder, response_id, caller_of(request.scope).tenant)
         if not msgspec.json.decode(found.rendering.options)["background"]:
             raise invalid("Cannot cancel a synchronous response.", code="not_in_background")
         cancel_request(found)
@@ -198,9 +201,9 @@ def add_responses(app: FastAPI, front: Front, finder: RequestFinder) -> None:
             raise ApiError(504, "deadline_exceeded", text) from None
 
     @app.delete(path, responses=whole)
-    async def delete(response_id: str) -> Response:
+    async def delete(request: Request, response_id: str) -> Response:
         """Delete a response. One that has not finished is cancelled, too."""
-        found = await stored(finder, response_id)
+        found = await stored(finder, response_id, caller_of(request.scope).tenant)
         cancel_request(found)
         await front.answers.delete(found.request_id, found.location)
         return _json({"id": response_id, "object": "response", "deleted": True})
@@ -214,7 +217,7 @@ def add_responses(app: FastAPI, front: Front, finder: RequestFinder) -> None:
             raise invalid(f"order is {order[:SHOWN_CHARS_MAX]!r}; it must be asc or desc", "order")
         if not NUMBER.fullmatch(limit) or not 1 <= int(limit) <= LISTED_MAX:
             raise invalid(f"limit is {limit[:SHOWN_CHARS_MAX]!r}; it must be 1 to {LISTED_MAX}", "limit")
-        found = await stored(finder, response_id)
+        found = await stored(finder, response_id, caller_of(request.scope).tenant)
         items = listed(ITEMS.validate_json(found.rendering.input), response_id)
         items = items if order == "asc" else items[::-1]
         ids = [item["id"] for item in items]

@@ -243,6 +243,12 @@ class MessagesBody(RoutedBody):
             raise invalid(text, "nvext.extra_fields", "unsupported_parameter")
         return self
 
+    @property
+    def end_user(self) -> str:
+        metadata = (self.model_extra or {}).get("metadata")
+        name = metadata.get("user_id") if isinstance(metadata, dict) else None
+        return name if isinstance(name, str) else ""
+
     @cached_property
     def chat(self) -> ChatBuilder:
         """The messages of the chat. Raises ApiError (400) for an invalid block."""

@@ -249,6 +249,13 @@ class RoutedBody(CheckedBody):
         return self.forebay is not None and bool(self.forebay.detach)
 
     @property
+    def end_user(self) -> str:
+        """Name that the client gives its own user; empty if it gives none."""
+        extra = self.model_extra or {}
+        given = (extra.get("safety_identifier"), extra.get("user"))
+        return next((name for name in given if isinstance(name, str) and name), "")
+
+    @property
     def options(self) -> str:
         """Fields that determine the response in the format of the API, as `Rendering.options` has them."""
         return ""

@@ -196,6 +196,10 @@ class ResponsesBody(RoutedBody):
         return self
 
     @property
+    def end_user(self) -> str:
+        return self.safety_identifier or self.user or ""
+
+    @property
     def format(self) -> TextFormat:
         return (self.text and self.text.format) or TextFormat(type="text")
 
