@@ -25,6 +25,7 @@ from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSuspect
 from forebay.events.kv import CacheCleared
 from forebay.events.progress import FirstTokenEmitted, OutputGrown
 from forebay.events.requests import RoutingHints
+from forebay.events.versions import TENANTS_SINCE
 from tests.core.worlds import PROMPTS, Driver, ids_of, joined, pool, prefill_pool, request
 
 ONE_STEP = QueueConfig(threshold=0.5)  # of 64 tokens: a prompt of eight blocks is more
@@ -442,6 +443,32 @@ def test_the_queue_of_a_pool_is_bounded_by_what_its_ranks_run_and_a_small_one_ta
     assert [type(submit(deep, f"r{at}")) for at in range(8 + 80 + 1)][8:] == [RequestHeld] * 80 + [RequestRejected]
 
 
+def test_a_full_queue_takes_each_tenant_up_to_its_equal_part() -> None:
+    drive = Driver().fleet("a", queue=LIMITED)
+    made = [submit(drive, f"a{at}", tenant="a") for at in range(10 + 64 + 1)]
+    assert [type(one) for one in made[10:]] == [RequestHeld] * 64 + [RequestRejected]
+    made = [submit(drive, f"b{at}", tenant="b") for at in range(33)]
+    assert [type(one) for one in made] == [RequestHeld] * 32 + [RequestRejected]
+    assert made[-1].reason == "pool_full"
+    one_each = QueueConfig(threshold=0.1, classes=(QueueClass(requests_per_worker_max=2),))
+    drive = Driver().fleet("a", queue=one_each)
+    made = [submit(drive, f"r{at}", PROMPTS[0], tenant=tenant) for at, tenant in enumerate("aaaabbc")]
+    assert [getattr(one, "reason", "") for one in made] == ["", "", "", "queue_full", "", "queue_full", ""]
+
+
+def test_tenants_are_served_by_weight() -> None:
+    drive = Driver().fleet("a", queue=QueueConfig(run_ahead=0.0, classes=(QueueClass(quantum=2),)))
+    submit_all(drive, 8)
+    for at in range(9):
+        submit(drive, f"a{at}", tenant="a", weight=1)
+    for at in range(9):
+        submit(drive, f"b{at}", tenant="b", weight=3)
+    sent = [
+        drive.finish(drive.world.requests.of_worker("a", drive.epoch("a"))[0].submitted.request_id)[0] for _ in range(8)
+    ]
+    assert "".join(one.request_id[0] for one in sent) == "abbbabbb"
+
+
 def test_what_a_topic_holds_is_neither_refused_nor_timed_out() -> None:
     drive = Driver().fleet("a", queue=QueueConfig(run_ahead=0.0, depth=0.0, timeout_s=0.5))
     submit_all(drive, 8)
@@ -471,6 +498,28 @@ def test_a_request_waits_as_long_as_the_limit_and_the_owner_wakes_for_it() -> No
     (sent,) = drive.finish("r0")
     assert sent.request_id == "r11", "the other was in time"
     assert drive.wait(2 * TIMEOUT_US) == [], "a request that was sent has no limit any more"
+
+
+@pytest.mark.parametrize(("timeout_s", "due_us"), [(None, TIMEOUT_US), (0.1, 100_000), (0.0, None)])
+def test_a_queue_class_may_have_a_timeout_of_its_own(timeout_s: float | None, due_us: int | None) -> None:
+    batch = QueueClass(name="batch", timeout_s=timeout_s)
+    drive = Driver().fleet("a", queue=QueueConfig(run_ahead=0.0, timeout_s=0.5, classes=(QueueClass(), batch)))
+    submit_all(drive, 8)
+    submit(drive, "held", policy_class="batch")
+    held = drive.active("held")
+    assert held.queue_due_us == (0 if due_us is None else held.queued_at_us + due_us)
+    submit(drive, "from a topic", policy_class="batch", patient=True)
+    assert drive.active("from a topic").queue_due_us == 0
+    gone = drive.wait(2 * TIMEOUT_US)
+    assert [one.request_id for one in gone] == ([] if due_us is None else ["held"])
+    assert all(f"queue timeout of {(due_us or 0) / 1e6:g} s" in one.message for one in gone)
+
+
+def test_an_owner_of_an_older_version_does_not_know_timeouts_of_classes() -> None:
+    drive = Driver()
+    drive.world.owner_events = TENANTS_SINCE - 1
+    drive.fleet("a", queue=QueueConfig(timeout_s=0.5, classes=(QueueClass(timeout_s=0.1),)))
+    assert drive.world.pools["default"].router.queue == QueueConfig(timeout_s=0.5)
 
 
 def test_a_deadline_before_the_queue_timeout_is_reported_as_deadline() -> None:

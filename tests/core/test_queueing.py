@@ -2,20 +2,23 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.msgpack import decode, encode
 
 from forebay.core.block_hashes import extend_chain
+from forebay.core.state import queue as queue_module
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.state.load import BLOCK_UNITS, FleetLoad
 from forebay.core.state.queue import OFFERS_PER_LINE_MAX, QueuedRequest, Queues, class_of
 from forebay.events.control import QueueClass, QueueConfig, QueuePolicy
 from forebay.events.metrics import LoadReported
+from forebay.events.snapshots import QueueTurns
 
 POLICIES: list[QueuePolicy] = ["fcfs", "wspt", "lcfs"]
 DEFAULT = QueueClass(quantum=10)
@@ -211,36 +214,72 @@ CONFIGS = [
 ]
 
 
+@dataclass
+class Ring:
+    """Deficits of the tenants of a class, in the order of their turns."""
+
+    deficits: dict[str, int] = field(default_factory=dict)
+    continues: bool = False
+
+    def turned(self) -> "Ring":
+        (first, deficit), *others = self.deficits.items()
+        return Ring({**dict(others), first: deficit})
+
+
 class Model:
-    """Rounds one by one, and sorted anew each time."""
+    """Rounds one by one, of classes and of tenants, and sorted anew each time."""
 
     def __init__(self, config: QueueConfig) -> None:
         self.config = config
         self.waiting: list[QueuedRequest] = []
         self.deficits: dict[QueueClass, int] = dict.fromkeys(config.classes, 0)
+        self.rings = {kind: Ring() for kind in config.classes}
         self.turn = config.classes[-1]
+
+    def push(self, one: QueuedRequest) -> None:
+        self.waiting.append(one)
+        kind = class_of(self.config, one.policy_class, one.uncached_tokens)
+        self.rings[kind].deficits.setdefault(one.tenant, 0)
 
     def line(self, kind: QueueClass) -> list[QueuedRequest]:
         mine = [one for one in self.waiting if class_of(self.config, one.policy_class, one.uncached_tokens) is kind]
         return naive_order(kind.policy or self.config.policy, mine)
 
-    def heads(self, kind: QueueClass) -> list[QueuedRequest]:
-        first: dict[tuple[object, ...], QueuedRequest] = {}
-        for one in self.line(kind):
-            first.setdefault(one.demand, one)
-        return list(first.values())
-
     def remove(self, one: QueuedRequest) -> None:
         self.waiting.remove(one)
-        for kind in self.config.classes:
+        for kind, ring in self.rings.items():
             if not self.line(kind):
                 self.deficits[kind] = 0
+            for gone in set(ring.deficits) - {left.tenant for left in self.line(kind)}:
+                ring.continues = ring.continues and gone != next(iter(ring.deficits))
+                del ring.deficits[gone]
+
+    def offer(self, kind: QueueClass, is_dispatchable: Callable[[QueuedRequest], bool]) -> QueuedRequest | None:
+        """Return what the class serves next, and leave the state of its tenants after that in `after`."""
+        first: dict[str, QueuedRequest] = {}
+        for one in filter(is_dispatchable, self.line(kind)):
+            first.setdefault(one.tenant, one)
+        ring = self.after[kind] = Ring(dict(self.rings[kind].deficits), self.rings[kind].continues)
+        if not first or len(ring.deficits) == 1:
+            return next(iter(first.values()), None)
+        continues = ring.continues
+        while True:
+            tenant = next(iter(ring.deficits))
+            one_offered = first.get(tenant)
+            if one_offered is not None:
+                if not continues and one_offered.cost > ring.deficits[tenant]:
+                    ring.deficits[tenant] += kind.quantum * one_offered.weight
+                if one_offered.cost <= ring.deficits[tenant]:
+                    ring.deficits[tenant] -= one_offered.cost
+                    ring.continues = True
+                    self.after[kind] = ring
+                    return one_offered
+            continues = False
+            ring = ring.turned()
 
     def serve(self, is_dispatchable: Callable[[QueuedRequest], bool]) -> QueuedRequest | None:
-        offers = {
-            kind: next((one for one in self.heads(kind)[:OFFERS_PER_LINE_MAX] if is_dispatchable(one)), None)
-            for kind in self.config.classes
-        }
+        self.after: dict[QueueClass, Ring] = {}
+        offers = {kind: self.offer(kind, is_dispatchable) for kind in self.config.classes}
         if not any(offers.values()):
             return None
         going_on = offers[self.turn]
@@ -261,30 +300,33 @@ class Model:
     def _serve(self, kind: QueueClass, one: QueuedRequest) -> QueuedRequest:
         self.turn = kind
         self.deficits[kind] -= one.cost
+        self.rings[kind] = self.after[kind]
         self.remove(one)
         return one
 
 
 operations = st.tuples(
-    st.sampled_from(["push", "push", "push", "serve", "serve", "remove"]),
+    st.sampled_from(["push", "push", "push", "serve", "serve", "remove", "restore"]),
     st.integers(0, 150),
     st.sampled_from(["", "batch", "unknown"]),
     st.integers(0, 2),
+    st.sampled_from(["", "a", "b"]),
 )
+RENAMED = {"": "", "a": "z", "b": "y"}  # sorted in another order
 
 
 @given(st.sampled_from(CONFIGS), st.lists(operations, max_size=60), st.integers(1, 5))
 def test_the_queue_equals_a_reference_model(
-    config: QueueConfig, history: list[tuple[str, int, str, int]], blocked: int
+    config: QueueConfig, history: list[tuple[str, int, str, int, str]], blocked: int
 ) -> None:
-    queues, model = queue(config=config), Model(config)
+    queues, model, renamed = queue(config=config), Model(config), queue(config=config)
     pushed: list[int] = []
     gone: list[int] = []
 
     def is_dispatchable(one: QueuedRequest) -> bool:
         return one.demand in [(number,) for number in range(blocked)]
 
-    for at, (kind, number, name, strict) in enumerate(history):
+    for at, (kind, number, name, strict, tenant) in enumerate(history):
         if kind == "push":
             one = held(
                 at,
@@ -293,33 +335,185 @@ def test_the_queue_equals_a_reference_model(
                 strict_priority=strict,
                 priority=number % 7 - 3,
                 demand=(number % 5,),
+                tenant=tenant,
+                weight=1 + number % 3,
             )
             queues.push("p", one)
-            model.waiting.append(one)
+            renamed.push("p", replace(one, tenant=RENAMED[tenant]))
+            model.push(one)
             pushed.append(at)
         elif kind == "serve":
             served = queues.serve("p", is_dispatchable)
             assert served == model.serve(is_dispatchable)
+            other = renamed.serve("p", is_dispatchable)
+            assert (served and served.offset) == (other and other.offset), "names of tenants do not count"
             gone += [served.offset] if served else []
+        elif kind == "restore":
+            queues = restored(queues, config, model.waiting)
         elif model.waiting:
             one = model.waiting[number % len(model.waiting)]
             assert queues.remove(one.request_id)
+            assert renamed.remove(one.request_id)
             model.remove(one)
             gone.append(one.offset)
         assert deficits(queues) == list(model.deficits.values())
+        assert tenants(queues) == [list(ring.deficits.items()) for ring in model.rings.values()]
         assert queues.waiting("p") == len(model.waiting)
     copy = restored(queues, config, model.waiting)
     assert copy.digest() == queues.digest()
+    expected = [[one.offset for one in waiting] for _, waiting in queues.in_order("p")]
     rest = drained(queues)
+    assert [[at for at in rest if at in line] for line in expected] == expected
     assert drained(copy) == rest
     assert sorted(gone + rest) == pushed
 
 
 def restored(queues: Queues, config: QueueConfig, waiting: list[QueuedRequest]) -> Queues:
-    copy = queue(*waiting, config=config)
+    copy = queue(config=config)
     for chunk in queues.snapshot():
-        copy.restore(chunk)
+        copy.restore(decode(encode(chunk), type=QueueTurns))
+    for one in waiting:
+        copy.push("p", one)
     return copy
+
+
+def tenants(queues: Queues) -> list[list[tuple[str, int]]]:
+    """Return the tenants of each class with their deficits, in the order of their turns."""
+    (chunk,) = queues.snapshot()
+    waiting = [[one.tenant for one in line] for _, line in queues.in_order("p")]
+    shown = [[(one.tenant, one.deficit) for one in kind.tenants] for kind in chunk.classes]
+    usual = [[(name, 0) for name in dict.fromkeys(line)] for line in waiting]
+    assert all(few or len(only) < 2 for few, only in zip(shown, usual, strict=True))
+    return [few or only for few, only in zip(shown, usual, strict=True)]
+
+
+@given(st.lists(operations, max_size=40), st.lists(st.sampled_from(CONFIGS), min_size=1, max_size=3))
+def test_a_change_of_classes_follows_from_the_state_alone(
+    history: list[tuple[str, int, str, int, str]], configs: list[QueueConfig]
+) -> None:
+    queues = queue()
+    waiting: dict[int, QueuedRequest] = {}
+    for at, (kind, number, name, _, tenant) in enumerate(history):
+        if kind == "push":
+            waiting[at] = held(at, policy_class=name, uncached_tokens=number, tenant=tenant)
+            queues.push("p", waiting[at])
+        elif (served := queues.serve("p", anyone)) is not None:
+            del waiting[served.offset]
+    copy = restored(queues, CLASSES, list(waiting.values()))
+    for config in configs:
+        queues.configure("p", config)
+        copy.configure("p", config)
+        assert copy.digest() == queues.digest()
+    order = drained(queues)
+    assert drained(copy) == order
+    assert sorted(order) == sorted(waiting)
+    assert deficits(queues) == [0] * len(configs[-1].classes)
+
+
+costs = st.integers(1, 60)
+WEIGHTS = {"a": 1, "b": 3, "c": 2}
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), costs), min_size=1, max_size=80))
+def test_backlogged_tenants_get_their_shares(requests: list[tuple[str, int]]) -> None:
+    """Served tokens by weight differ by less than two turns and the dearest request."""
+    waiting = [
+        held(at, uncached_tokens=tokens, tenant=name, weight=WEIGHTS[name])
+        for at, (name, tokens) in enumerate(requests)
+    ]
+    queues = queue(*waiting)
+    dearest, served = max(one.cost for one in waiting), dict.fromkeys(WEIGHTS, 0)
+    while all(queues.count_of("p", name) for name in served):
+        one = queues.serve("p", anyone)
+        assert one is not None
+        served[one.tenant] += one.cost
+        shares = [Fraction(tokens, DEFAULT.quantum * WEIGHTS[name]) for name, tokens in served.items()]
+        assert max(shares) - min(shares) < 2 + Fraction(dearest, DEFAULT.quantum)
+
+
+@given(
+    st.lists(st.tuples(st.integers(8, 60), costs, st.integers(0, 2)), min_size=1, max_size=8),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
+def test_a_flood_delays_another_tenant_by_its_share_only(
+    rounds: list[tuple[int, int, int]], flooding: int, weight: int
+) -> None:
+    """A tenant with one request at a time waits for its turns, and does not take those of the tenant that floods."""
+    queues, dearest, turns, flood, total = queue(), max(cost for cost, _, _ in rounds), 0, 0, 0
+    for number, (_, cost, alone) in enumerate(rounds):
+        while queues.count_of("p", "flood") < 30:
+            tokens = rounds[flood % len(rounds)][0]
+            queues.push("p", held(1_000 + flood, uncached_tokens=tokens, tenant="flood", weight=flooding))
+            flood += 1
+        for _ in range(alone):
+            served = queues.serve("p", anyone)
+            assert served is not None
+            total += served.cost
+        queues.push("p", held(number, uncached_tokens=cost, tenant="slow", weight=weight))
+        needed, ahead = -(-cost // (DEFAULT.quantum * weight)), 0
+        while (one := queues.serve("p", anyone)) is not None and one.tenant == "flood":
+            ahead += one.cost
+        assert one is not None
+        assert ahead < needed * DEFAULT.quantum * flooding + dearest
+        turns, total = turns + needed, total + ahead
+        assert total > (turns - 1) * DEFAULT.quantum * flooding - dearest
+
+
+def test_blocked_requests_of_a_tenant_do_not_hide_those_of_another() -> None:
+    stuck = [held(at, tenant="a", demand=("stuck", at)) for at in range(OFFERS_PER_LINE_MAX)]
+    queues = queue(*stuck, held(100, tenant="b"), held(101, tenant="b"))
+    assert drained(queues, lambda one: one.tenant == "b") == [100, 101]
+
+
+def test_a_requirement_is_tried_once_for_all_tenants() -> None:
+    dear = [held(at, tenant=f"t{at}", uncached_tokens=100 - 10 * at, demand=("same",)) for at in range(8)]
+    tried: list[int] = []
+
+    def is_even(one: QueuedRequest) -> bool:
+        tried.append(one.offset)
+        return one.offset % 2 == 0
+
+    queues = queue(*dear)
+    assert queues.serve("p", is_even) == dear[6], "the tenant of 7 needs the fewest turns, but 7 is refused"
+    assert tried == [0, 7, 6]
+
+    def is_stuck(one: QueuedRequest) -> bool:
+        tried.append(one.offset)
+        return False
+
+    assert queues.serve("p", is_stuck) is None
+    assert tried == [0, 7, 6, 7], "the first one was tried, and all have the same candidates"
+
+
+def test_many_tenants_take_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_module, "TENANTS_PER_PART", 2 * len(CLASSES.classes))
+    waiting = [held(at, tenant=f"t{at % 5}", policy_class="batch" if at % 2 else "") for at in range(30)]
+    queues = queue(*waiting)
+    served = queues.serve("p", anyone)
+    assert served == waiting[0]
+    assert len(list(queues.snapshot())) == 3
+    copy = restored(queues, CLASSES, waiting[1:])
+    assert copy.digest() == queues.digest()
+    assert drained(copy) == drained(queues)
+
+
+@pytest.mark.parametrize("tenant", ["", "a"])
+def test_a_tenant_alone_has_the_state_of_a_queue_without_tenants(tenant: str) -> None:
+    queues, plain_queues = queue(), queue()
+    for at in range(20):
+        one = held(at, uncached_tokens=at, policy_class="batch" if at % 3 else "")
+        plain_queues.push("p", one)
+        queues.push("p", replace(one, tenant=tenant, weight=7))
+    while (served := plain_queues.serve("p", anyone)) is not None:
+        other = queues.serve("p", anyone)
+        assert other is not None
+        assert other.offset == served.offset
+        assert list(map(encode, queues.snapshot())) == list(map(encode, plain_queues.snapshot()))
+        assert queues.digest() == plain_queues.digest()
+        (chunk,) = queues.snapshot()
+        assert b"tenants" not in encode(chunk)
+        assert b"continues" not in encode(chunk)
 
 
 def test_turns_of_other_classes_do_not_fit_in() -> None:

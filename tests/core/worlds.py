@@ -107,6 +107,7 @@ FACTS: dict[str, type[WorkerLost | WorkerSuspect | WorkerRecovered | WorkerDrain
 }
 
 INGRESSES = ("", "one", "two")
+TENANTS = ("", "zeta", "acme")
 DELIVERIES = ("worker", "external", "worker")
 HINTS = (
     *(RoutingHints() for _ in range(4)),
@@ -484,10 +485,10 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
     match kind:
         case "request":
             timeout = 1_000 if first == 0 else 1_000_000
-            fields: dict[str, Any] = {"timeout_us": timeout, "nonce": number}
+            fields: dict[str, Any] = {"timeout_us": timeout, "nonce": number, "weight": 1 + third}
             fields |= {"idempotency_key": max(0, depth - 6), "ingress_incarnation": INGRESSES[third]}
             fields |= {"routing": HINTS[(first + depth) % len(HINTS)], "delivery": DELIVERIES[first % 3]}
-            drive("requests", request(f"r{number}", blocks, **fields))
+            drive("requests", request(f"r{number}", blocks, tenant=TENANTS[number % 3], **fields))
         case "media":
             drive("requests", request(f"r{number}", blocks, nonce=number, media=(MEDIA,) * (1 + first % 2)))
         case "query":

@@ -8,7 +8,7 @@ from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueClass
 from forebay.events.fleet import WorkerLost
 from forebay.events.kv import StoreBlocksAdded, StoreBlocksRemoved
 from forebay.events.metrics import TierCost, TierCosts, TierCostsMeasured
-from forebay.events.requests import RouterOverride, RoutingHints, TaintWeight
+from forebay.events.requests import NO_HINTS, RouterOverride, RoutingHints, TaintWeight
 from forebay.events.topics import CONTROL, KV_EVENTS, METRICS, REQUESTS
 from tests.logs.playing import FLEET, SCENARIOS, mixed, routed, scenario
 from tests.logs.stage import MODEL, Stage, hashes, prompt
@@ -171,6 +171,22 @@ async def queue() -> Stage:
         )
         timeout_us = 1_000_000 if number in (9, 10, 11) else 60_000_000
         stage.submit(f"r{number}", prompt(number, 1 + number % 6), hints=hints, timeout_us=timeout_us)
+    await stage.settle()
+    await stage.pass_time(2.0)
+    await stage.play()
+    return stage
+
+
+@scenario
+async def tenants() -> Stage:
+    """Tenants with weights that share a queue class, and one that floods it. A class has a timeout of its own."""
+    classes = (QueueClass(quantum=64, requests_per_worker_max=6), QueueClass(name="batch", timeout_s=1.0))
+    stage = await Stage(queue=QueueConfig(threshold=0.1, classes=classes)).begin("w0", "w1", max_num_batched_tokens=128)
+    for number in range(24):
+        name = ("flood", "flood", "flood", "", "small")[number % 5]
+        hints = RoutingHints(policy_class="batch") if number % 8 == 7 else NO_HINTS
+        weight = 3 if name == "small" else 1
+        stage.submit(f"r{number}", prompt(number, 1 + number % 6), hints=hints, tenant=name, weight=weight)
     await stage.settle()
     await stage.pass_time(2.0)
     await stage.play()

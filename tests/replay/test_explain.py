@@ -109,6 +109,16 @@ async def test_a_queued_request_is_routed_when_capacity_is_available() -> None:
     assert (routing.waited_us, routing.after_us, routing.config["queue.threshold"]) == (510, 510, 0.25)
 
 
+async def test_a_queued_request_of_a_tenant_names_what_its_tenant_has_queued() -> None:
+    made = fleet("a", queue=QueueConfig(threshold=0.1))
+    for name, tenant in (("x", ""), ("r", "t"), ("s", ""), ("t", "t")):
+        made.ask(name, LONG, tenant=tenant)
+    assert "of its tenant" not in (await made.explain("s")).timeline[-1].text
+    text = (await made.explain("t")).timeline[-1].text
+    assert text.startswith("held in queue class default, 2 requests ahead: ")
+    assert text.endswith("; 1 of the requests ahead are of its tenant")
+
+
 async def test_id_reused_while_queued_and_policy_error_when_dequeued() -> None:
     made = fleet("a", queue=QueueConfig(threshold=0.25))
     for name, blocks in (("x", LONG), ("r", SHORT), ("s", SHORT), ("r", LONG)):

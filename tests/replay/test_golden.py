@@ -94,6 +94,7 @@ def traits_of(event: Event) -> Iterator[str]:
             yield from (f"hint {name}" for name in msgspec.to_builtins(event.routing))
             yield from (f"media {one.kind}" for one in event.media)
             yield "adapter" if event.lora_name else "base model"
+            yield f"weight {event.weight}"
             yield "namespace" if event.cache_namespace else "no namespace"
         case WorkerJoined():
             yield f"store {event.spec.kv_store}"
@@ -109,6 +110,7 @@ def traits(found: Sequence[Event | None], report: VerifyReport) -> set[str]:
     names = {trait for event in events for trait in traits_of(event)}
     names |= {f"{report.claims} owners", f"{report.void} stale", f"{len(found) - len(events)} undecodable"}
     names |= {*report.unverified, "from a snapshot" if report.start else "from the beginning"}
+    names.add(f"{len({event.tenant for event in events if isinstance(event, RequestSubmitted)})} tenants")
     submitted = [event.request_id for event in events if isinstance(event, RequestSubmitted)]
     cached = {one.worker_id for one in events if isinstance(one, RequestRouted) and one.terms.device_overlap}
     reported = {one.worker_id for one in events if isinstance(one, BlocksStored)}
@@ -150,6 +152,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         *("class default", "class batch", "class short", "waited"),
         *(f"{REJECTED} queue_full", f"{ABORTED} queue_deadline"),
     ),
+    "tenants": ("waited", "3 tenants", "weight 3", f"{REJECTED} queue_full", f"{ABORTED} queue_timeout"),
     "busy-thresholds": ("BusyThresholdsSet", f"{REJECTED} busy"),
     "resync": ("CacheResyncRequested", "CacheCleared"),
     "approximate": ("use_kv_events False", "approximate_blocks_max 40", "overlap device"),

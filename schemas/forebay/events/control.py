@@ -65,7 +65,8 @@ class QueueClass(Part, frozen=True, kw_only=True):
     """One of the classes of the router's queue. Each class is a queue of its own.
 
     Classes are served by deficit round robin: the turn of a class adds `quantum` tokens to its deficit counter, and a
-    request that leaves the queue subtracts its uncached tokens.
+    request that leaves the queue subtracts its uncached tokens. Tenants in a class take turns in the same way, with
+    `quantum` times the weight of the tenant.
 
     Attributes:
         name: name of the class, as in `RoutingHints.policy_class`. If several classes share a name, a request enters
@@ -74,13 +75,21 @@ class QueueClass(Part, frozen=True, kw_only=True):
         uncached_tokens_min: minimum number of uncached prompt tokens of a request in this class.
         policy: order of the requests in the class; null uses the policy of the queue.
         requests_per_worker_max: maximum number of requests in the class per ready worker of the pool.
+        timeout_s: seconds after which the owner aborts a request that is queued in this class; null uses `timeout_s` of
+            the queue, and 0 sets no such limit.
     """
+
+    ADDED: ClassVar = {"timeout_s": None}
 
     name: SystemName = DEFAULT_CLASS
     quantum: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)] = 8_192
     uncached_tokens_min: Count = 0
     policy: QueuePolicy | None = None
     requests_per_worker_max: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 1_000
+    timeout_s: Seconds | None = None
+
+    def __post_init__(self) -> None:
+        require_numbers(self)
 
 
 class QueueConfig(Part, frozen=True, kw_only=True):
@@ -95,7 +104,8 @@ class QueueConfig(Part, frozen=True, kw_only=True):
             others. Null sets no such limit.
         depth: maximum number of queued requests, as a multiple of the `max_num_seqs` of all ranks of the pool; null
             sets no such limit.
-        timeout_s: seconds after which the owner aborts a queued request; 0 sets no such limit.
+        timeout_s: seconds after which the owner aborts a queued request, in classes without a timeout of their own; 0
+            sets no such limit.
     """
 
     threshold: Weight | None = None
@@ -254,6 +264,13 @@ class PoolConfigured(Event, tag="control.pool_configured", frozen=True, kw_only=
     def with_mode(self, mode: str) -> "PoolConfigured":
         """Return this configuration with another router mode."""
         return msgspec.structs.replace(self, router=msgspec.structs.replace(self.router, mode=mode))
+
+    def without_class_timeouts(self) -> "PoolConfigured":
+        """Return this configuration as an owner applies it that does not know `QueueClass.timeout_s`."""
+        queue = self.router.queue
+        classes = tuple(msgspec.structs.replace(one, timeout_s=None) for one in queue.classes)
+        queue = msgspec.structs.replace(queue, classes=classes)
+        return msgspec.structs.replace(self, router=msgspec.structs.replace(self.router, queue=queue))
 
 
 class BusyThresholdsSet(Event, tag="control.busy_thresholds_set", frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 A snapshot is valid only if the journal has the matching `SnapshotTaken` or `Sealed`.
 """
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -362,6 +362,18 @@ class PoolTurns(Part, frozen=True, kw_only=True):
     turns: Count
 
 
+class TenantDeficit(Part, frozen=True, kw_only=True):
+    """Deficit counter of one tenant in a queue class.
+
+    Attributes:
+        tenant: name of the tenant; empty for requests without a tenant.
+        deficit: deficit counter, in tokens.
+    """
+
+    tenant: Annotated[str, TENANT]
+    deficit: int
+
+
 class ClassDeficit(Part, frozen=True, kw_only=True):
     """Deficit counter of one queue class. The class may send requests that cost up to this many tokens.
 
@@ -369,17 +381,25 @@ class ClassDeficit(Part, frozen=True, kw_only=True):
         name: name of the queue class.
         uncached_tokens_min: minimum number of uncached prompt tokens of a request in the class.
         deficit: deficit counter, in tokens.
+        tenants: tenants with requests in the class, in the order of their turns. It is empty if only one tenant has
+            requests and its deficit is 0.
+        continues: whether the first tenant was served last. It is served again while its deficit lasts.
     """
+
+    ADDED: ClassVar = {"tenants": (), "continues": False}
 
     name: SystemName
     uncached_tokens_min: Count
     deficit: int
+    tenants: tuple[TenantDeficit, ...] = ()
+    continues: bool = False
 
 
 class QueueTurns(Part, tag_field="type", tag="queue_turns", frozen=True, kw_only=True):
-    """State of the deficit round robin between the queue classes of a pool.
+    """State of the deficit round robin between the queue classes of a pool, and between the tenants of each class.
 
-    The queued requests themselves are in `RequestState`.
+    The queued requests themselves are in `RequestState`. A pool with many tenants has several parts, each with some of
+    the tenants.
 
     Attributes:
         turn: position of the class that was served last, from 0.

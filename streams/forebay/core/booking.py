@@ -92,7 +92,7 @@ def enqueue(
     world.counts["unknown_queue_class"] += wanted not in ("", plan.queue_class)
     if plan.full is not None:
         return reject(world, request.submitted, plan.full, plan.pools)
-    timeout_us = 0 if request.submitted.patient else round(pool.router.queue.timeout_s * 1e6)
+    timeout_us = 0 if request.submitted.patient else round(plan.timeout_s * 1e6)
     world.requests.add(request)
     world.requests.enqueue(request, plan.queue_class, plan.uncached_tokens, world.now_us, timeout_us)
     world.queues.push(pool.pool, queued_request(request, pool))

@@ -20,4 +20,6 @@ def queued_request(request: ActiveRequest, pool: PoolConfigured) -> QueuedReques
         strict_priority=request.submitted.hints.strict_priority,
         arrival_us=request.queued_at_us,
         demand=wanted,
+        tenant=request.submitted.tenant,
+        weight=request.submitted.weight,
     )

@@ -31,7 +31,7 @@ from forebay.events.control import PoolConfigured, PoolSetting, RouterConfig
 from forebay.events.decisions import ConsumedRun
 from forebay.events.fleet import WorkerLost
 from forebay.events.snapshots import Chunk, PoolTurns, WorldState
-from forebay.events.versions import EVENTS_VERSION
+from forebay.events.versions import EVENTS_VERSION, TENANTS_SINCE
 
 CORE_VERSION = 1  # raised whenever the same events lead to different decisions
 
@@ -196,6 +196,8 @@ class World:
 
     def set_pools(self, event: PoolSetting) -> None:
         """Apply a change of the settings of pools. A change without effect is only counted."""
+        if isinstance(event, PoolConfigured) and self.owner_events < TENANTS_SINCE:
+            event = event.without_class_timeouts()  # the owner did not know the field
         known = self.pools.get(event.pool) if isinstance(event, PoolConfigured) else None
         no_effect = self.settings.apply(event, self.owner_policies)
         if no_effect is not None:

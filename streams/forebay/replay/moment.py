@@ -263,12 +263,12 @@ def loss_of(world: World, event: WorkerLost, worker: FleetWorker) -> LossFacts:
 
 def queues_of(world: World) -> list[ClassFacts]:
     found = []
-    for turns in world.queues.snapshot():
-        config = world.pools[turns.pool].router.queue
-        for kind, waiting in world.queues.in_order(turns.pool):
+    for pool in sorted(world.pools):
+        config = world.pools[pool].router.queue
+        for kind, waiting in world.queues.in_order(pool):
             found.append(
                 ClassFacts(
-                    pool=turns.pool,
+                    pool=pool,
                     name=kind.name,
                     uncached_tokens_min=kind.uncached_tokens_min,
                     policy=kind.policy or config.policy,

@@ -87,12 +87,14 @@ class QueuePlan:
     Attributes:
         uncached_tokens: prompt tokens that even the candidate with the largest overlap must compute.
         ahead: number of requests that are already queued in the class.
+        timeout_s: seconds after which the request times out in the queue; 0 for no timeout.
         full: why the queue is full, so that the request must be rejected; None if the queue takes the request.
     """
 
     queue_class: str
     uncached_tokens: int
     ahead: int
+    timeout_s: float
     full: Ineligible | None
     pools: tuple[PoolChoice, ...] = ()
 

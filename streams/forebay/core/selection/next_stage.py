@@ -140,12 +140,19 @@ def _plan_queueing(world: World, pool: PoolConfigured, request: ActiveRequest, r
     workers = len({candidate.worker.spec.worker_id: None for candidate in serving.ranks})
     bound, waiting = queue_capacity(pool, serving), world.queues.waiting(pool.pool)
     full = None
-    if ahead >= kind.requests_per_worker_max * workers:
+    most, tenant = kind.requests_per_worker_max * workers, request.submitted.tenant
+    # A tenant that fills the queue does not keep others out: each tenant may queue its equal part of the limit.
+    if ahead >= most and not world.queues.has_share(pool.pool, tenant, most, kind):
         full = Ineligible("queue_full", f"the queue class {kind.name} is full: {ahead} requests are queued")
-    elif bound is not None and waiting >= bound and not request.submitted.patient:
+    elif (
+        bound is not None
+        and waiting >= bound
+        and not (request.submitted.patient or world.queues.has_share(pool.pool, tenant, bound))
+    ):
         text = f"every worker is full, and so is the queue: {waiting} requests are queued"
         full = Ineligible("pool_full", text if bound else "every worker is full, and the pool queues no requests")
-    return QueuePlan(kind.name, tokens, ahead, full)
+    timeout_s = pool.router.queue.timeout_s if kind.timeout_s is None else kind.timeout_s
+    return QueuePlan(kind.name, tokens, ahead, timeout_s, full)
 
 
 def _shorten(cause: str) -> str:

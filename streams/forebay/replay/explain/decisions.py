@@ -21,6 +21,7 @@ from forebay.core.selection.stages import as_prefill_request
 from forebay.core.state.fleet import FleetWorker, WorkerPhase
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.state.prefix_index import NO_OVERLAP
+from forebay.core.state.queue import class_of
 from forebay.core.state.roster import CandidateRank, Roster, session_roster
 from forebay.core.state.sessions import Binding
 from forebay.core.state.submitted_request import SubmittedRequest, request_from_event, request_from_query
@@ -235,9 +236,13 @@ def why_held(world: World, record: RequestHeld) -> str:
     else:
         least = min(among.roster.ranks, key=lambda one: one.load.active_requests)
         load = f"is full with {least.load.active_requests:,} active requests"
+    own = ""
+    if tenant := request.submitted.tenant:
+        kind = class_of(pool.router.queue, request.submitted.hints.policy_class, record.uncached_tokens)
+        own = f"; {world.queues.count_of(pool.pool, tenant, kind) - 1:,} of the requests ahead are of its tenant"
     return (
         f"{least.worker.spec.worker_id}/{least.rank}, the least loaded rank, {load};"
-        f" {record.uncached_tokens:,} prompt tokens are not cached on any rank"
+        f" {record.uncached_tokens:,} prompt tokens are not cached on any rank{own}"
     )
 
 
