@@ -260,7 +260,9 @@ async def test_a_client_that_returns_in_time_keeps_its_request(
         await until(lambda: timers)
     assert not both.requests(RequestCancelled)
     timers.pop()()
-    assert (await both.cancelled()).request_id == request.request_id
+    cancelled = await both.cancelled()
+    assert cancelled.request_id == request.request_id
+    assert cancelled.output_tokens == len(both.model.encode("the river")), "what the client got"
 
 
 async def test_a_stop_string_ends_the_request_wherever_it_is_read(both: Ingresses) -> None:

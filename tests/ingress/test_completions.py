@@ -348,6 +348,7 @@ async def test_a_disconnect_cancels_the_request(scene: Scene, body: dict[str, An
         await until(lambda: len(scene.requests(RequestCancelled)) == count)
         assert {one.request_id for one in scene.requests(RequestCancelled)} == requests
         assert {one.reason for one in scene.requests(RequestCancelled)} == {"client disconnected"}
+        assert {one.output_tokens for one in scene.requests(RequestCancelled)} == {0}
         await until(lambda: not len(scene.group.replies))
         assert scene.metric("dynamo_frontend_disconnected_clients")
 
@@ -466,10 +467,14 @@ async def test_a_choice_that_stops_is_cancelled_and_the_others_continue(scene: S
     scene.emit_text(first.request_id, " water stone river")
     cancelled = await scene.cancelled()
     assert (cancelled.request_id, cancelled.reason) == (first.request_id, "stop")
+    assert (first.shares_prompt, second.shares_prompt) == (False, True)
     scene.reply(second.request_id, " river")
-    choices = (await pending).json()["choices"]
-    found = [(one["message"]["content"], one["finish_reason"]) for one in choices]
+    response = (await pending).json()
+    found = [(one["message"]["content"], one["finish_reason"]) for one in response["choices"]]
     assert found == [(" water ", "stop"), (" river", "length")]
+    assert cancelled.output_tokens is not None
+    second_tokens = response["usage"]["completion_tokens"] - cancelled.output_tokens
+    assert second_tokens == len(scene.model.encode(" river"))
     assert len(scene.requests(RequestCancelled)) == 1
 
 

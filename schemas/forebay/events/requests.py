@@ -232,6 +232,7 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
         end_user: hash of the tenant and the value by which the client names its own user (`safety_identifier` or
             `user`); 0 for none.
         traceparent: trace context of the client, as in the header `traceparent` of W3C; empty for none.
+        shares_prompt: whether the request is a further choice of the client for a prompt, whose tokens count once.
     """
 
     request_id: Annotated[Name, REQUEST_ID]
@@ -264,6 +265,7 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
     weight: TenantWeight = 1
     end_user: Annotated[U64, ZEROED] = 0
     traceparent: Annotated[str, DROPPED] = ""
+    shares_prompt: bool = False
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)
@@ -290,6 +292,7 @@ class RequestCancelled(Event, tag="request.cancelled", frozen=True, kw_only=True
             depend on the ingress. If a client waits at another ingress, the request continues.
         is_complete: whether the client has its complete response, for example because of a stop string. The idempotency
             key of the request then stays known.
+        output_tokens: output tokens that the ingress has passed to the client; null if it does not know.
     """
 
     request_id: Annotated[Name, REQUEST_ID]
@@ -297,6 +300,7 @@ class RequestCancelled(Event, tag="request.cancelled", frozen=True, kw_only=True
     at_us: int = 0
     ingress_incarnation: Annotated[str, INGRESS] = ""
     is_complete: bool = False
+    output_tokens: Count | None = None
 
 
 class RequestResumed(Event, tag="request.resumed", frozen=True, kw_only=True):

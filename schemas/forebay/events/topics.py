@@ -24,6 +24,7 @@ from forebay.events import (
     shadow,
     snapshots,
     tokens,
+    usage,
     work,
 )
 
@@ -85,6 +86,7 @@ ANSWERS = Topic(
     "finished responses that outlive their connection, until their retention ends",
 )
 KEYS = Topic("keys", "json", keys.KeyEvent, "one", "API keys of tenants, as hashes, with their limits")
+USAGE = Topic("usage", "json", usage.UsageRecord, "group", "the ledger: usage per tenant, key, model and hour")
 DEAD_LETTERS = Topic("dead-letters", "raw", None, "group", "records that did not decode or were rejected, unchanged")
 
 
@@ -100,6 +102,7 @@ def work_topic(pool: str) -> Topic:
 FIXED_TOPICS = (
     OPENAI_REQUESTS, OPENAI_RESPONSES, GROUPS, REQUESTS, KV_EVENTS, METRICS, PROGRESS, FLEET, CONTROL, DECISIONS,
     TOKENS, SNAPSHOTS, SHADOW, HEARTBEATS, SCALING, MODELS, ANSWERS, KEYS,
+    USAGE,
     DEAD_LETTERS,
 )  # fmt: skip
 

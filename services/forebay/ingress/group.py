@@ -211,12 +211,21 @@ class GroupClient:
             error.retry_after_s = self.front.admission.retry_after_s
         return error
 
-    def cancel(self, request_id: str, reason: str, *, is_complete: bool = False, unless_resumed: bool = False) -> None:
+    def cancel(
+        self,
+        request_id: str,
+        reason: str,
+        *,
+        is_complete: bool = False,
+        unless_resumed: bool = False,
+        output_tokens: int | None = None,
+    ) -> None:
         """Append the cancellation of a request to the log. If the log fails, only log a warning.
 
         Args:
             is_complete: whether the client has its complete response.
             unless_resumed: whether the event has no effect if a client has resumed the response at another ingress.
+            output_tokens: number of output tokens that the client has got; None if that is unknown.
         """
         event = RequestCancelled(
             request_id=request_id,
@@ -224,27 +233,29 @@ class GroupClient:
             at_us=runtime.wall_us(),
             ingress_incarnation=self.settings.incarnation if unless_resumed else "",
             is_complete=is_complete,
+            output_tokens=output_tokens,
         )
         try:
             self.front.log.append_soon([_draft(self.require_partition(), request_id, event)])
         except (LogError, ApiError) as error:  # the group may have been removed
             logger.warning("cannot cancel request %s: %s", request_id, error)
 
-    def cancel_later(self, request_id: str, reason: str) -> None:
+    def cancel_later(self, request_id: str, reason: str, output_tokens: int | None = None) -> None:
         """Cancel a request after the grace time, unless a client reads its response again here or elsewhere.
 
         When this process stops, the owner does that once it has lost the lease.
         """
         if reason == SHUTTING_DOWN:
             if not self.settings.has_lease:
-                self.cancel(request_id, reason, unless_resumed=True)
+                self.cancel(request_id, reason, unless_resumed=True, output_tokens=output_tokens)
             return
-        asyncio.get_running_loop().call_later(RESUME_GRACE_S, partial(self.cancel_unread, request_id, reason))
+        cancel = partial(self.cancel_unread, request_id, reason, output_tokens)
+        asyncio.get_running_loop().call_later(RESUME_GRACE_S, cancel)
 
-    def cancel_unread(self, request_id: str, reason: str) -> None:
+    def cancel_unread(self, request_id: str, reason: str, output_tokens: int | None = None) -> None:
         """Cancel a request unless a client reads its response here or elsewhere."""
         if not self.front.slots.is_read(self.settings.model_name, request_id):
-            self.cancel(request_id, reason, unless_resumed=True)
+            self.cancel(request_id, reason, unless_resumed=True, output_tokens=output_tokens)
 
     def resume(self, request_id: str) -> None:
         """Append that a client reads the response of a request at this ingress, too, if the owner can read that."""

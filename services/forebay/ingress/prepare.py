@@ -87,6 +87,7 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     kv_pin_s: int = 0
     rendering: Rendering | None = None
     caller: Caller = ANONYMOUS
+    shares_prompt: bool = False
 
     def submission(
         self,
@@ -128,6 +129,7 @@ class PreparedRequest(msgspec.Struct, frozen=True):
             weight=self.caller.weight,
             end_user=self.caller.end_user,
             traceparent=self.caller.traceparent,
+            shares_prompt=self.shares_prompt,
         )
 
     def query(self, request_id: str, *, reply_slot: int, nonce: int, at_us: int) -> RouteQueried:
@@ -264,15 +266,12 @@ class Preparer:
 
     def choices(self, body: ChatBody | TextBody, prepared: PreparedRequest) -> list[PreparedRequest]:
         """Return one request per choice of a prompt. As in vLLM, the seed of a choice is the seed plus its position."""
-        seed = prepared.sampling.seed
-        return [
-            prepared
-            if seed is None or not number
-            else msgspec.structs.replace(
-                prepared, sampling=msgspec.structs.replace(prepared.sampling, seed=(seed + number) & SEED_MAX)
-            )
-            for number in range(body.choices_per_prompt)
-        ]
+        found, sampling = [prepared], prepared.sampling
+        for number in range(1, body.choices_per_prompt):
+            if (seed := prepared.sampling.seed) is not None:
+                sampling = msgspec.structs.replace(sampling, seed=(seed + number) & SEED_MAX)
+            found.append(msgspec.structs.replace(prepared, sampling=sampling, shares_prompt=True))
+        return found
 
     def rendered(
         self,

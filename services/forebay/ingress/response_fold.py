@@ -72,6 +72,10 @@ class ResponseFold(ABC):
         """Value of the header `x-request-id` of the response: the id that the client chose, otherwise a random one."""
         return client_id_of(self.request_id)
 
+    def passed_tokens(self, index: int) -> int:
+        """Return how many output tokens of the choice at this position the client has got, or gets with this step."""
+        return 0
+
     @property
     def cancel_reason(self) -> str:
         """Reason to cancel the requests on the log that have not ended when the response is over; empty before that."""
@@ -175,6 +179,10 @@ class CompletionFold(ResponseFold):
         self.formatter = FORMATTERS[self.rendering.api](self.rendering, response_id)
         self.done = self.formatter.done
         return self._placed(0, self.formatter.begin()) if self.stream else []
+
+    def passed_tokens(self, index: int) -> int:
+        choice = self._choices[index]
+        return choice.position if self.stream or choice.whole is not None else 0
 
     def is_part_over(self, index: int) -> bool:
         return self._choices[index].whole is not None

@@ -172,23 +172,25 @@ class OneResponse(Response):
         if stream.ended is not None or stream.located is not None:
             return
         cancel, fold, cut = self._group.cancel, self._fold, self._stream.interrupt_reason
+        output_tokens = fold.passed_tokens(index)
         if fold.is_part_over(index):
-            cancel(request_id, "stop", is_complete=True)
+            cancel(request_id, "stop", is_complete=True, output_tokens=output_tokens)
         elif fold.is_over:
-            cancel(request_id, fold.cancel_reason)
+            cancel(request_id, fold.cancel_reason, output_tokens=output_tokens)
         elif self._located is not None:
             cancel(request_id, REPEATED)
         elif cut == TIMED_OUT or not self._outlives:
-            self._abandon(request_id, cut)
+            self._abandon(request_id, cut, output_tokens)
 
-    def _abandon(self, request_id: str, cut: str | None) -> None:
+    def _abandon(self, request_id: str, cut: str | None, output_tokens: int) -> None:
         """Cancel a request whose client reads no more, after the grace time if it may resume the stream."""
         if cut == TIMED_OUT:
-            self._group.cancel(request_id, cut)
+            self._group.cancel(request_id, cut, output_tokens=output_tokens)
         elif not (self._is_started and self._fold.stream):
-            self._group.cancel_unread(request_id, cut or DISCONNECTED)  # a repetition may wait for the response, too
+            # A repetition may wait for the response, too.
+            self._group.cancel_unread(request_id, cut or DISCONNECTED, output_tokens)
         else:
-            self._group.cancel_later(request_id, cut or DISCONNECTED)
+            self._group.cancel_later(request_id, cut or DISCONNECTED, output_tokens)
 
     async def _keep(self, recorder: Recorder) -> None:
         """Keep the answer, if the log has all that leads to its end."""
@@ -553,9 +555,9 @@ class AttachedResponse(_OrderedResponse):
             for index, (request_id, stream) in enumerate(self._view.streams.items()):
                 self._end(request_id, stream, index)
 
-    def _abandon(self, request_id: str, cut: str | None) -> None:
+    def _abandon(self, request_id: str, cut: str | None, output_tokens: int) -> None:
         if cut != TIMED_OUT:  # after the deadline, only the owner ends the request
-            self._group.cancel_later(request_id, cut or DISCONNECTED)
+            self._group.cancel_later(request_id, cut or DISCONNECTED, output_tokens)
 
     def _take(self) -> list[StreamEvent]:
         fold = self._fold

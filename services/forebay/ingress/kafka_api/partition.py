@@ -375,7 +375,9 @@ class PartitionServer:
         if request.submission is None:
             shared.count(-1)
             if request.ended is None:
-                group.cancel(request.request_id, request.response.fold.cancel_reason or "stop")
+                fold = request.response.fold
+                tokens = fold.passed_tokens(request.index)
+                group.cancel(request.request_id, fold.cancel_reason or "stop", output_tokens=tokens)
         return True
 
     async def _send(self, entry: WindowEntry, where: ReplyAddress, record: ResponseRecord) -> None:

@@ -24,6 +24,7 @@ from forebay.events.topics import (
     SCALING,
     SNAPSHOTS,
     TOKENS,
+    USAGE,
     Topic,
     work_topic,
 )
@@ -51,6 +52,7 @@ RETENTION_MS = {
     TOKENS.name: DAY_MS,
     MODELS.name: -1,
     KEYS.name: -1,
+    USAGE.name: -1,
     ANSWERS.name: RETENTION_S * 1000,
     # Readers need a few seconds of heartbeats. The minutes help to investigate an incident.
     HEARTBEATS.name: 10 * MINUTE_MS,

@@ -1,0 +1,354 @@
+"""The chain of usage records: its writers, its verification, and what happens after every kind of change to it."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from prometheus_client import CollectorRegistry, generate_latest
+
+from forebay.events.codec import decode
+from forebay.events.progress import RequestFinished
+from forebay.events.topics import DECISIONS, USAGE
+from forebay.events.usage import UsageEntry, UsageRecorded
+from forebay.journal.ledger import Chain, Head, seal, verify_chain
+from forebay.journal.usage import HOUR_US, derive
+from forebay.live.ledger import ChainWriter, Ledger, LedgerMetrics
+from forebay.transport.base import Draft
+from forebay.transport.sqlite.log import SqliteLog
+from tests.replay.recorder import Recorder, fleet
+from tests.system import until
+
+TENANTS = ("acme", "umbrella")
+FOR_EVER_US = 1 << 60
+
+
+def history(requests: int, *, after_us: int = 10) -> Recorder:
+    """Return a history in which each request ends after the next one has begun. The last one is in flight."""
+    made = fleet()
+    for number in range(requests):
+        made.ask(f"r{number}", tenant=TENANTS[number % 2], key_id=f"k{number % 3}", timeout_us=80_000_000_000)
+        if number:
+            made.progress(f"r{number - 1}", RequestFinished, after_us, finish_reason="stop", output_tokens=number)
+        made.seal()
+    return made
+
+
+def sums(entries: Sequence[UsageEntry]) -> dict[Any, int]:
+    found: dict[Any, int] = {}
+    for one in entries:
+        for name in ("requests", "output_tokens", "prompt_tokens", "decode_us"):
+            key = one.hour_us, one.tenant, one.key_id, one.model, name
+            found[key] = found.get(key, 0) + getattr(one, name)
+    return found
+
+
+class Growing:
+    """A log whose journal appears record by record."""
+
+    def __init__(self, made: Recorder) -> None:
+        self.log = SqliteLog.open(None)
+        self._made = made
+        self._left = made.journal_drafts()
+
+    async def begin(self) -> None:
+        await self.log.append(self._made.drafts)
+
+    async def grow(self, count: int) -> None:
+        drafts, self._left = self._left[:count], self._left[count:]
+        if drafts:
+            await self.log.append(drafts)
+
+    async def end(self) -> None:
+        await self.grow(len(self._left))
+
+    async def recorded(self) -> list[UsageEntry]:
+        return [entry for record in await Chain(self.log, 0).read() for entry in record.entries]
+
+
+async def chain_of(*, pieces: int = 6) -> SqliteLog:
+    """Return a log with a chain of `pieces` records."""
+    growing = Growing(history(2 * pieces + 1))
+    await growing.begin()
+    writer = ChainWriter(growing.log, 0, "writer")
+    for _ in range(pieces):
+        await growing.grow(6)
+        await writer.advance(0)
+    await growing.end()
+    await writer.advance(0)
+    return growing.log
+
+
+async def with_chain(log: SqliteLog, values: Sequence[bytes]) -> SqliteLog:
+    """Return a copy of a log with these usage records."""
+    copy = SqliteLog.open(None)
+    for topic, partition, end in log.topics():
+        if topic != USAGE.name:
+            records = log.records(topic, partition, 0, end)
+            await copy.append([Draft(topic, partition, record.value) for record in records])
+    await copy.append([Draft(USAGE.name, 0, value) for value in values])
+    return copy
+
+
+async def values_of(log: SqliteLog) -> list[bytes]:
+    return [record.value for record in log.records(USAGE.name, 0, 0, 1_000)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["first", "second", "both", "killed"])), max_size=12))
+async def test_writers_that_alternate_race_and_die_write_what_the_journal_leads_to(
+    steps: list[tuple[int, str]],
+) -> None:
+    growing = Growing(history(12))
+    with closing(growing.log) as log:
+        await growing.begin()
+        racing = _Racing(log)
+        writers = [ChainWriter(log, 0, "first"), ChainWriter(racing, 0, "second")]
+        for count, what in steps:
+            await growing.grow(count)
+            if what == "killed":
+                writers = [ChainWriter(log, 0, "first"), ChainWriter(racing, 0, "second")]
+            racing.other = writers[0] if what == "both" else None
+            await writers[what != "first"].advance(0)
+        racing.other = None
+        await growing.end()
+        for writer in writers:
+            while await writer.advance(0):
+                pass
+        report = await verify_chain(log, 0)
+        assert report.differences == []
+        assert report.records == report.derived
+        assert report.repeated == racing.lost
+        assert sums(await growing.recorded()) == sums(await derive(log, 0))
+
+
+class _Racing:
+    """A log on which another writer appends right before each append."""
+
+    def __init__(self, log: SqliteLog) -> None:
+        self._log = log
+        self.other: ChainWriter | None = None
+        self.lost = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._log, name)
+
+    async def append(self, drafts: Sequence[Draft]) -> list[int]:
+        if self.other is not None:
+            self.lost += await self.other.advance(0)
+        return await self._log.append(drafts)
+
+
+async def test_a_record_is_due_after_a_time_or_when_an_hour_is_over() -> None:
+    made = history(2)
+    growing = Growing(made)
+    with closing(growing.log) as log:
+        await growing.begin()
+        await growing.end()
+        writer = ChainWriter(log, 0, "writer")
+        assert not await writer.advance(FOR_EVER_US)
+        made.progress("r1", RequestFinished, HOUR_US, finish_reason="stop", output_tokens=5)
+        made.seal()
+        later = Growing(made)
+    with closing(later.log) as log:
+        await later.begin()
+        await later.end()
+        writer = ChainWriter(log, 0, "writer")
+        assert await writer.advance(FOR_EVER_US), "the hour of the first request is over"
+        assert [one.hour_us for one in await later.recorded()] == [0, HOUR_US]
+        assert writer.behind > 0
+        assert not await writer.advance(0), "there is nothing more"
+        assert writer.behind == 0
+
+
+async def test_a_record_without_usage_follows_a_day_without_any() -> None:
+    made = history(0)
+    for _ in range(3):
+        made("control", None, 12 * HOUR_US)
+        made.seal()
+    growing = Growing(made)
+    with closing(growing.log) as log:
+        await growing.begin()
+        await growing.grow(2)
+        writer = ChainWriter(log, 0, "writer")
+        assert not await writer.advance(0)
+        await growing.end()
+        assert await writer.advance(0)
+        assert not await writer.advance(0)
+        (record,) = await Chain(log, 0).read()
+        assert (record.entries, record.until_offset) == ((), len(made.journal))
+        assert (await verify_chain(log, 0)).differences == []
+
+
+async def test_a_record_has_a_bounded_number_of_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay.live.ledger.ENTRIES_MAX", 2)
+    growing = Growing(history(10))
+    with closing(growing.log) as log:
+        await growing.begin()
+        await growing.end()
+        writer = ChainWriter(log, 0, "writer")
+        while await writer.advance(FOR_EVER_US):
+            pass
+        records = await Chain(log, 0).read()
+        assert [len(one.entries) for one in records] == [2] * 4
+        assert (await verify_chain(log, 0)).differences == []
+
+
+@given(st.data())
+async def test_a_changed_byte_is_found_and_named(data: st.DataObject) -> None:
+    log = await chain_of(pieces=3)
+    with closing(log):
+        values = await values_of(log)
+        number = data.draw(st.integers(0, len(values) - 1))
+        at = data.draw(st.integers(0, len(values[number]) - 1))
+        changed = bytearray(values[number])
+        changed[at] ^= data.draw(st.integers(1, 255))
+        values[number] = bytes(changed)
+        with closing(await with_chain(log, values)) as copy:
+            report = await verify_chain(copy, 0)
+            assert report.differences[0].startswith(f"record at offset {number} of usage/0 ")
+            assert report.records == number
+
+
+async def test_a_lost_record_is_found_and_a_writer_derives_it_again() -> None:
+    log = await chain_of()
+    with closing(log):
+        values = await values_of(log)
+        with closing(await with_chain(log, [*values[:2], *values[3:]])) as copy:
+            report = await verify_chain(copy, 0)
+            assert len(report.differences) == len(values) - 3
+            assert "does not continue the chain: it has number 3 after hash" in report.differences[0]
+            writer = ChainWriter(copy, 0, "another")
+            while await writer.advance(0):
+                pass
+            chain = Chain(copy, 0)
+            recorded = [entry for record in await chain.read() for entry in record.entries]
+            assert sums(recorded) == sums(await derive(copy, 0))
+            assert (await verify_chain(copy, 0)).differences == report.differences, "the fault stays visible"
+
+
+async def test_a_chain_that_was_computed_again_differs_from_the_journal_and_from_an_anchor() -> None:
+    log = await chain_of()
+    with closing(log):
+        whole = await verify_chain(log, 0)
+        assert whole.differences == []
+        assert whole.head is not None
+        forged: list[bytes] = []
+        previous = ""
+        for value in await values_of(log):
+            record: UsageRecorded = decode(USAGE, value)
+            first, *rest = record.entries
+            entries = (replace(first, output_tokens=first.output_tokens + (record.number == 1)), *rest)
+            forged.append(seal(replace(record, entries=entries, previous=previous)))
+            previous = decode(USAGE, forged[-1]).hash
+        with closing(await with_chain(log, forged)) as copy:
+            report = await verify_chain(copy, 0, whole.head)
+            assert "the anchor names record" in report.differences[0]
+            assert whole.head.hash in report.differences[0]
+            assert len(report.differences) == 2
+            assert report.differences[1].startswith("record 1 of usage/0: tenant ")
+            assert "the record has output_tokens" in report.differences[1]
+            copy.trim(DECISIONS.name, 0, await copy.end(DECISIONS.name, 0), 1_000)
+            report = await verify_chain(copy, 0)
+            assert (report.differences, report.derived) == ([], 0), "only the anchor shows it now"
+        with closing(await with_chain(log, (await values_of(log))[:-2])) as copy:
+            assert "but the chain has" in (await verify_chain(copy, 0, whole.head)).differences[0]
+            older = Head(partition=0, number=0, hash=decode(USAGE, (await values_of(log))[0]).hash)
+            assert (await verify_chain(copy, 0, older)).differences == []
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda entries: entries[1:], "the record has no entry, the journal leads to requests"),
+        (lambda entries: (*entries, UsageEntry(hour_us=0, tenant="zorg")), "the journal leads to no entry"),
+        (lambda entries: (*entries, entries[-1]), "the record has an entry twice"),
+    ],
+)
+async def test_every_kind_of_difference_is_named(change: Any, text: str) -> None:
+    log = await chain_of()
+    with closing(log):
+        first: UsageRecorded = decode(USAGE, (await values_of(log))[0])
+        with closing(await with_chain(log, [seal(replace(first, entries=change(first.entries)))])) as copy:
+            (difference,) = (await verify_chain(copy, 0)).differences
+            assert text in difference
+
+
+async def test_a_part_of_the_journal_that_no_record_covers_is_named() -> None:
+    log = await chain_of()
+    with closing(log):
+        first, second, *_ = (decode(USAGE, value) for value in await values_of(log))
+        first = decode(USAGE, seal(first))
+        moved = replace(second, from_offset=second.from_offset + 1)
+        overlaps = replace(second, from_offset=second.from_offset - 1)
+        with closing(await with_chain(log, [seal(first), seal(moved)])) as copy:
+            report = await verify_chain(copy, 0)
+            gap = f"{first.until_offset} to {first.until_offset}"
+            assert f"the journal offsets {gap} before it are part of no record" in report.differences[0]
+        with closing(await with_chain(log, [seal(first), seal(overlaps)])) as copy:
+            assert "but an earlier record does up to" in (await verify_chain(copy, 0)).differences[0]
+
+
+async def test_a_writer_says_what_retention_removed(caplog: pytest.LogCaptureFixture) -> None:
+    made = history(3)
+    until_offset = len(made.journal)
+    made.snapshot()
+    for number in range(3, 6):
+        made.ask(f"r{number}")
+        made.progress(f"r{number}", RequestFinished, finish_reason="stop", output_tokens=number)
+    made.seal()
+    with closing(await made.log()) as log:
+        first = Growing(history(3))
+        await first.begin()
+        await first.end()
+        await ChainWriter(first.log, 0, "writer").advance(0)
+        await log.append([Draft(USAGE.name, 0, value) for value in await values_of(first.log)])
+        first.log.close()
+        log.trim(DECISIONS.name, 0, until_offset + 1, 1_000)
+        writer = ChainWriter(log, 0, "writer")
+        assert await writer.advance(0)
+        text = f"the ledger lacks the journal offsets {until_offset} to {until_offset} of control partition 0"
+        assert text in caplog.text
+        assert "are part of no record" in (await verify_chain(log, 0)).differences[0]
+
+
+async def test_a_ledger_writes_all_partitions_and_finishes(caplog: pytest.LogCaptureFixture) -> None:
+    growing = Growing(history(8))
+    with closing(growing.log) as log:
+        await growing.begin()
+        await growing.grow(12)
+        registry = CollectorRegistry()
+        ledger = Ledger(log, "writer", every_s=0.0)
+        LedgerMetrics(ledger, registry)
+        running = asyncio.create_task(ledger.run())
+        await until(lambda: ledger.writers and ledger.writers[0].appended)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await growing.end()
+        await ledger.finish()
+        assert (await verify_chain(log, 0)).differences == []
+        assert sums(await growing.recorded()) == sums(await derive(log, 0))
+        assert b'forebay_ledger_records_total{partition="0"} 2.0' in generate_latest(registry)
+        assert caplog.text == ""
+
+
+async def test_a_journal_that_cannot_be_read_stops_its_chain_with_one_message(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forebay.live.ledger.RETRY_S", 0.0)
+    made = history(8)
+    del made.journal[4]
+    growing = Growing(made)
+    with closing(growing.log) as log:
+        await growing.begin()
+        await growing.end()
+        ledger = Ledger(log, "writer", every_s=0.0)
+        running = asyncio.create_task(ledger.run())
+        await until(lambda: ledger.writers and ledger.writers[0].problem)
+        await ledger.finish()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert caplog.text.count("the ledger of control partition 0 stopped: the log lost 1 journal records") == 1
