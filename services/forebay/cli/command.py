@@ -284,6 +284,9 @@ class ModelAliasCommand:
     kafka: KafkaOptions
 
 
+LIMIT_MAX = 10**15  # requests or tokens
+
+
 @dataclass(frozen=True, slots=True)
 class KeyStoreOptions(KafkaOptions):
     file: Annotated[
@@ -305,15 +308,22 @@ class KeysCreateCommand:
         list[str] | None,
         Option(metavar="MODEL", help="Model, adapter or alias that the key may use. Repeatable. Default: all."),
     ] = None
-    rpm: Annotated[int | None, Option(min=1, help="Maximum requests per minute. Default: no limit.")] = None
-    tpm: Annotated[
-        int | None, Option(min=1, help="Maximum tokens per minute, of prompts and outputs. Default: no limit.")
-    ] = None
-    in_flight: Annotated[int | None, Option(min=1, help="Maximum requests at the same time. Default: no limit.")] = None
-    budget_day: Annotated[int | None, Option(min=1, help="Maximum tokens per day in UTC. Default: no limit.")] = None
-    budget_month: Annotated[int | None, Option(min=1, help="Maximum tokens per month in UTC. Default: no limit.")] = (
+    rpm: Annotated[int | None, Option(min=1, max=LIMIT_MAX, help="Maximum requests per minute. Default: no limit.")] = (
         None
     )
+    tpm: Annotated[
+        int | None,
+        Option(min=1, max=LIMIT_MAX, help="Maximum tokens per minute, of prompts and outputs. Default: no limit."),
+    ] = None
+    in_flight: Annotated[
+        int | None, Option(min=1, max=LIMIT_MAX, help="Maximum requests at the same time. Default: no limit.")
+    ] = None
+    budget_day: Annotated[
+        int | None, Option(min=1, max=LIMIT_MAX, help="Maximum tokens per day in UTC. Default: no limit.")
+    ] = None
+    budget_month: Annotated[
+        int | None, Option(min=1, max=LIMIT_MAX, help="Maximum tokens per month in UTC. Default: no limit.")
+    ] = None
     weight: Annotated[
         int, Option(min=1, max=TENANT_WEIGHT_MAX, help="Share in the router's queue, relative to other tenants.")
     ] = 1

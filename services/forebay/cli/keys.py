@@ -5,8 +5,8 @@ import fcntl
 import os
 import re
 from base64 import urlsafe_b64encode
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from hashlib import sha256
 from pathlib import Path
 
@@ -36,17 +36,18 @@ KEY_BYTES = 32
 TENANT = re.compile(r"[A-Za-z0-9._-]{1,128}")
 NAMESPACE_CHARS_MAX = 128
 DURATION = re.compile(r".*[smhd]")
+LAST_US = 253_370_764_800_000_000  # the year 9999
+OTHER_COLUMNS = ("type", "key_hash", "tenant", "created_us", "expires_us", "revoked_us")
 PRIVATE = 0o600  # mode of a new file
+
+Change = Callable[[list[str]], list[str]]  # of the lines of a file
 
 
 def run_create(options: KeysCreateCommand) -> None:
     with explained():
         key = PREFIX + urlsafe_b64encode(runtime.random_bytes(KEY_BYTES)).rstrip(b"=").decode()
         event = _event(options, sha256(key.encode()).hexdigest())
-        if options.store.file is None:
-            asyncio.run(_set(options.store.settings(), event))
-        else:
-            rewrite(options.store.file, lambda lines: [*lines, _line(event)])
+        _store(options.store, event, lambda lines: [*lines, _line(event)])
     click.echo(key)
     click.echo(f"forebay: key id {event.key_id} of {event.tenant}; the key is not shown again", err=True)
 
@@ -85,8 +86,8 @@ def _expiry_us(text: str, now_us: int) -> int:
         return 0
     is_duration = DURATION.fullmatch(text) and not text.startswith("-")
     at_us = now_us + span_us("--expires", text) if is_duration else time_us("--expires", text, now_us)
-    if at_us <= now_us:
-        fail(f"--expires {text}: the time has passed; expected a later one")
+    if not now_us < at_us < LAST_US:
+        fail(f"--expires {text}: expected a time between now and the year 9999")
     return at_us
 
 
@@ -100,7 +101,7 @@ def run_list(options: KeysListCommand) -> None:
         click.echo("no keys")
     else:
         now_us = runtime.wall_us()
-        rows = [(key.key_id, key.tenant, _state(key, now_us), utc(key.created_us)[:19], _rights(key)) for key in keys]
+        rows = [(key.key_id, key.tenant, _state(key, now_us), _utc(key.created_us), _rights(key)) for key in keys]
         print_table(("id", "tenant", "state", "created (UTC)", "rights"), rows)
 
 
@@ -109,21 +110,17 @@ def _state(key: KeySet, now_us: int) -> str:
         return "revoked"
     if not key.expires_us:
         return "valid"
-    return f"{'expired' if now_us >= key.expires_us else 'valid until'} {utc(key.expires_us)[:19]}"
+    return f"{'expired' if now_us >= key.expires_us else 'valid until'} {_utc(key.expires_us)}"
+
+
+def _utc(at_us: int) -> str:
+    return utc(min(max(at_us, 0), LAST_US))[:19]
 
 
 def _rights(key: KeySet) -> str:
-    limits = {
-        "rpm": key.requests_per_minute,
-        "tpm": key.tokens_per_minute,
-        "in flight": key.in_flight,
-        "tokens/day": key.tokens_per_day,
-        "tokens/month": key.tokens_per_month,
-        "weight": key.weight if key.weight > 1 else 0,
-    }
-    texts = {"models": key.models, "classes": key.queue_classes}
-    parts = [f"{name} {', '.join(values)}" for name, values in texts.items() if values]
-    return "; ".join(parts + [f"{name} {value:,}" for name, value in limits.items() if value]) or "all"
+    shown = {name: value for name, value in msgspec.to_builtins(key).items() if name not in OTHER_COLUMNS}
+    texts = {name: ", ".join(value) if isinstance(value, tuple) else str(value) for name, value in shown.items()}
+    return "; ".join(f"{name} {text}" for name, text in texts.items()) or "all"
 
 
 def run_revoke(options: KeysRevokeCommand) -> None:
@@ -131,13 +128,10 @@ def run_revoke(options: KeysRevokeCommand) -> None:
     with explained():
         key = _meant(options.key_id, _stored(store))
         if key.revoked_us:
-            fail(f"the key {key.key_id} of {key.tenant} is revoked already, since {utc(key.revoked_us)[:19]} UTC")
+            fail(f"the key {key.key_id} of {key.tenant} is revoked already, since {_utc(key.revoked_us)} UTC")
         revoked = replace(key, revoked_us=now_us)
-        if store.file is None:
-            asyncio.run(_set(store.settings(), revoked))
-        else:
-            # Also a record that another command has just appended.
-            rewrite(store.file, lambda lines: [_line(revoked) if _is_of(line, key) else line for line in lines])
+        # A file may have several records of the key.
+        _store(store, revoked, lambda lines: [_line(revoked) if _is_of(line, key) else line for line in lines])
     click.echo(f"revoked {key.key_id} of {key.tenant}")
 
 
@@ -150,34 +144,30 @@ def _meant(given: str, keys: list[KeySet]) -> KeySet:
     return found[0]
 
 
+def _store(options: KeyStoreOptions, event: KeySet, change: Change) -> None:
+    """Append an event to the topic, or change the lines of the file. Raises ConfigError or LogError."""
+    if options.file is None:
+        asyncio.run(_of_topic(options.settings(), event))
+    else:
+        rewrite(options.file, change)
+
+
 def _stored(options: KeyStoreOptions) -> list[KeySet]:
     """Return the newest events of all keys. Raises ConfigError or LogError."""
     if options.file is not None:
         return list(read_keys(options.file).tenants.values())
-    return asyncio.run(_read(options.settings()))
+    return asyncio.run(_of_topic(options.settings()))
 
 
-async def _read(settings: KafkaSettings) -> list[KeySet]:
-    async with _opened(settings) as book:
-        return list(book.keys.values())
-
-
-async def _set(settings: KafkaSettings, event: KeySet) -> None:
-    async with _opened(settings) as book:
-        await book.set(event)
-
-
-@asynccontextmanager
-async def _opened(settings: KafkaSettings) -> AsyncIterator[KeyBook]:
-    """Connect to Kafka, and read its topic `keys`. Raises LogError if Kafka has no topics of forebay."""
-    await count_topics(settings)
+async def _of_topic(settings: KafkaSettings, new: KeySet | None = None) -> list[KeySet]:
+    """Return the keys on the topic `keys`, after appending the event of one if given. Raises LogError."""
+    await count_topics(settings)  # a client of Kafka would wait for a missing topic
     async with kafka_log(settings) as log:
-        book = KeyBook(log)
-        try:
+        with closing(KeyBook(log)) as book:
             await book.start()
-            yield book
-        finally:
-            book.close()
+            if new is not None:
+                await book.set(new)
+            return list(book.keys.values())
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
@@ -191,7 +181,7 @@ def _is_of(line: str, key: KeySet) -> bool:
     return line.strip().startswith(RECORD) and key.key_hash in line
 
 
-def rewrite(file: Path, change: Callable[[list[str]], list[str]]) -> None:
+def rewrite(file: Path, change: Change) -> None:
     """Replace a file of keys by one with changed lines. A new file is readable by its owner only.
 
     Raises ConfigError if the file would be invalid. If it cannot be written, the command ends.
