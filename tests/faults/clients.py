@@ -72,11 +72,15 @@ class Client:
     def check(self) -> None:
         """Check that the ingress cancelled the request if its client disconnected. Raises Violation."""
         self._elsewhere.check()
-        outcome, process, cancelled = self.outcome, self._process, self._cluster.checks.cancelled
-        # An ingress drops a cancellation for which its log has no room. The request then ends by itself.
-        could_cancel = process is not None and process.alive and not self._cluster.fired["log_full"]
-        if outcome.state == "disconnected" and could_cancel and outcome.request_id not in cancelled:
+        outcome, cancelled = self.outcome, self._cluster.checks.cancelled
+        if outcome.state == "disconnected" and self._could_cancel and outcome.request_id not in cancelled:
             raise Violation(f"lost effect: {outcome.name} was not cancelled, although its client disconnected")
+
+    @property
+    def _could_cancel(self) -> bool:
+        """Whether the ingress had room for a cancellation in its log. Otherwise the request ends by itself."""
+        process = self._process
+        return process is not None and process.alive and not self._cluster.fired["log_full"]
 
     def prepared(self) -> PreparedRequest:
         outcome = self.outcome

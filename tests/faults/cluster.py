@@ -19,6 +19,7 @@ from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from tests.faults.broker import Broker, Faults
 from tests.faults.effects import Violation
+from tests.faults.indexers import FaustGroup, IndexerService
 from tests.faults.invariants import LogChecks
 from tests.faults.kafka.client import HOST, Host
 from tests.faults.kafka.server import NAMESPACE, FakeKafka
@@ -42,7 +43,7 @@ from tests.faults.services import (
 
 logger = logging.getLogger(__name__)
 
-Service = RouterService | WorkerService | IngressService
+Service = RouterService | WorkerService | IngressService | IndexerService
 RESTART_S = 0.3  # until a supervisor starts a process again that ended by itself
 TIMEOUT_S = 20.0  # of an ingress, at least the longest deadline of a request
 SESSION_LOST_MS = 1_000  # a longer `group_rebalance` expels a member
@@ -89,6 +90,7 @@ class Cluster:
         violation: first violation that a check found while a process ran.
         failed: name and error of each process that ended with an error.
         kafka: the nodes of the broker, if the plan has the depth `kafka`.
+        faust: the consumer group of the instances of the indexer.
     """
 
     def __init__(self, loop: VirtualLoop, plan: Plan) -> None:
@@ -99,19 +101,23 @@ class Cluster:
         self.broker = Broker(loop, str(plan.seed))
         self.broker.on_append = lambda record, writer: self._check(lambda: self.checks.on_append(record, writer))
         self.kafka = FakeKafka(self.broker, str(plan.seed))
+        self.faust = FaustGroup(self.broker, str(plan.seed))
         self._loop = loop
         self.plan = plan
         self._store = LeaseStore(loop)
         self._store.on_forget = lambda *lease: self._check(lambda: self.checks.on_forget(*lease))
         self.members = {name: Member(name, Faults(self._count)) for name in plan.services}
-        for member in self._router_members():
-            member.rules = OWN_RULES
+        for name, member in self.members.items():
+            if name[0] in "rx":
+                member.rules = OWN_RULES
         self._blocked_s = 0.0
         self._is_healed = False
 
     def start(self) -> None:
         for member in self.members.values():
             self._start(member)
+        if self.plan.indexers:
+            self.faust.start()
 
     def ingress(self, name: str) -> tuple[Process, IngressService] | None:
         """Return an ingress that runs and accepts requests, or None."""
@@ -216,12 +222,12 @@ class Cluster:
     def _start(self, member: Member) -> None:
         member.incarnation += 1
         process = Process(self._loop, member.name, member.incarnation, str(self.plan.seed), member.rules)
-        member.process, member.service = process, self._service(member.name)
+        member.process, member.service = process, self._service(member)
         process.on_end = lambda ended: self._on_end(member, ended)
         process.start(lambda running: self._run(member, running))
 
-    def _service(self, name: str) -> Service:
-        plan = self.plan
+    def _service(self, member: Member) -> Service:
+        plan, name = self.plan, member.name
         sizes = Sizes(
             kv_blocks=plan.kv_blocks,
             max_num_seqs=plan.max_num_seqs,
@@ -233,6 +239,8 @@ class Cluster:
             return RouterService(sizes)
         if name.startswith("w"):
             return WorkerService(sizes)
+        if name.startswith("x"):
+            return IndexerService(self.faust, member.faults)
         return IngressService(MODEL, int(name[1:]), TIMEOUT_S)
 
     async def _run(self, member: Member, process: Process) -> None:
@@ -369,6 +377,10 @@ class Cluster:
                     broker.append(Draft(DECISIONS.name, 0, value), 0)
             case "stale_owner":
                 self._make_stale(fault)
+            case "faust_rebalance":
+                self.faust.rebalance()
+            case "retention":
+                self.faust.begins = self.checks.retained
             case "command":
                 action: Action = "clear_kv_blocks" if fault.at_ms % 2 else "list_loras"
                 command = WorkerCommanded(
@@ -456,6 +468,8 @@ def _is_starting(service: Service | None) -> bool:
             return service.worker is None
         case IngressService():
             return service.group is None
+        case IndexerService():
+            return service.indexer is None
         case None:
             return True
 

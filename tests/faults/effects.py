@@ -1,12 +1,12 @@
 """Invariants of the owner's effects: each follows from a valid decision, is sent once, and is not lost.
 
-An effect is a record that a router writes for workers or clients because of a decision. A `WorkItem`, a `WorkerCommand`
-and a `ReannounceCache` that are sent again carry the epoch of the sending owner. All others carry the epoch of the
+An effect is a record that a router writes for workers or clients because of a decision. Some that
+are sent again (`SENT_AGAIN`) carry the epoch of the sending owner. All others carry the epoch of the
 owner that decided.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from forebay.events.base import Event
@@ -23,12 +23,13 @@ from forebay.events.decisions import (
     RequestRouted,
     RouteAnswered,
 )
-from forebay.events.tokens import CommandResponse, RequestLocated, ResponseEnded, RouteResponse
+from forebay.events.tokens import CommandResponse, DestinationSelected, RequestLocated, ResponseEnded, RouteResponse
 from forebay.events.topics import work_topic
 from forebay.events.work import ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
 from forebay.transport.base import Record
 
 Effect = tuple[object, ...]
+SENT_AGAIN = WorkItem | DestinationSelected | WorkerCommand | ReannounceCache  # with the epoch of the sending owner
 TURN_US = 2_000  # the records of one append have times that differ by less; simulated Kafka rounds to milliseconds
 
 
@@ -36,9 +37,16 @@ class Violation(Exception):
     """An invariant does not hold. The text names the invariant and the request or process."""
 
 
-def effects_of(decided: JournalRecord) -> Iterator[Effect]:
-    """Yield all effects of a decision, in the form of `effect_in`."""
+def effects_of(decided: JournalRecord, external: Mapping[str, int]) -> Iterator[Effect]:
+    """Yield all effects of a decision, in the form of `effect_in`.
+
+    Args:
+        external: reply slots of the external requests.
+    """
     match decided:
+        case RequestRouted(request_id=name) if name in external:
+            to = decided.worker_id, decided.worker_epoch, decided.rank
+            yield DestinationSelected, external[name], name, decided.attempt, *to
         case RequestRouted():
             key = decided.request_id, decided.stage, decided.attempt, decided.rank
             yield _order(WorkItem, decided, *key)
@@ -91,6 +99,9 @@ def effect_in(record: Record, event: Event) -> Effect | None:
             return ResponseEnded, record.partition, event.request_id, event.attempt, error.message
         case RequestLocated():
             return RequestLocated, record.partition, event.request_id, event.offset
+        case DestinationSelected():
+            key = event.attempt, event.worker_id, event.worker_epoch, event.rank
+            return DestinationSelected, record.partition, event.request_id, *key
         case RouteResponse(error=error):
             answer = event.choice, event.candidates, event.would_wait, "" if error is None else error.message
             return RouteResponse, record.partition, event.request_id, *answer
@@ -110,9 +121,14 @@ class _Decided:
 
 
 class Effects:
-    """Effects of one group, checked against the valid records of its journal."""
+    """Effects of one group, checked against the valid records of its journal.
+
+    Attributes:
+        external: reply slots of the external requests, by id.
+    """
 
     def __init__(self) -> None:
+        self.external: dict[str, int] = {}
         self._valid: list[_Decided] = []
         self._epochs: dict[Effect, list[int]] = {}  # owners that decided each effect
         self._sent: Counter[tuple[Effect, str]] = Counter()  # by writer
@@ -122,7 +138,7 @@ class Effects:
         """Note a valid record of the journal."""
         subject = getattr(decided, "request_id", "") or getattr(decided, "command_id", "")
         self._valid.append(_Decided(decided, subject, at_us))
-        for effect in effects_of(decided):
+        for effect in effects_of(decided, self.external):
             self._epochs.setdefault(effect, []).append(decided.owner_epoch)
 
     def on_sent(self, record: Record, event: Event, writer: str, claims: list[int]) -> None:
@@ -136,7 +152,7 @@ class Effects:
         if effect is None or not epochs:
             raise Violation(f"effect before journal: {writer} wrote {event} without a valid decision in the journal")
         epoch = getattr(event, "owner_epoch", -1)
-        is_again = isinstance(event, WorkItem | WorkerCommand | ReannounceCache) and epoch in claims
+        is_again = isinstance(event, SENT_AGAIN) and epoch in claims
         if not (epoch in epochs or (is_again and epoch > min(epochs))):
             raise Violation(f"{writer} wrote {event} with a wrong epoch: {epochs} decided, and {claims} are its own")
         self._written.add(effect)
@@ -160,7 +176,7 @@ class Effects:
             if one.subject:
                 later[one.subject] = one
             decided, is_replaced = one.decided, newest > one.decided.owner_epoch
-            for effect in effects_of(decided):
+            for effect in effects_of(decided, self.external):
                 if effect in self._written:
                     continue
                 # A turn sends no work that a later decision of the turn made void, and a new owner none that any did.

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
@@ -16,12 +17,23 @@ from forebay.core.world import World
 from forebay.engine_model.sequence import generate_tokens
 from forebay.events.base import U64_MASK, Event, pack_u32, unpack_u32, unpack_u64
 from forebay.events.codec import DecodeError, decode
-from forebay.events.decisions import JournalRecord, OwnerClaimed, RequestAborted, RequestRouted, Sealed
+from forebay.events.decisions import (
+    Advanced,
+    JournalRecord,
+    OwnerClaimed,
+    RequestAborted,
+    RequestRejected,
+    RequestRepeated,
+    RequestRouted,
+    Sealed,
+    SnapshotRecord,
+)
 from forebay.events.fleet import FleetEvent, IngressJoined, IngressLost, OwnershipAnnounced, WorkerJoined, WorkerLost
+from forebay.events.progress import AttemptRejected, RequestFailed, RequestFinished
 from forebay.events.requests import RequestCancelled, RequestResumed, RequestSubmitted, Sampling
 from forebay.events.snapshots import IndexBlocks
 from forebay.events.tokens import AttemptStarted, ResponseEnded, TokenChunk, TokensEmitted
-from forebay.events.topics import DECISIONS, FLEET, REQUESTS, TOKENS, Topic, work_topic
+from forebay.events.topics import DECISIONS, FLEET, INPUTS, PROGRESS, REQUESTS, SNAPSHOTS, TOKENS, Topic, work_topic
 from forebay.events.work import WorkItem
 from forebay.transport.base import Record
 from forebay.workers.engines.mock.outputs import sampler_seed
@@ -57,6 +69,7 @@ class LogChecks:
         decided: offsets of the claims whose owners have written decisions, seals or snapshots.
         cancelled: ids of the requests that a `RequestCancelled` names.
         aborted: ids of the requests that an owner aborted.
+        retained: oldest offsets that a reader needs who begins at the newest snapshot.
     """
 
     def __init__(self) -> None:
@@ -66,12 +79,16 @@ class LogChecks:
         self.rules = 0
         self.versions: set[int] = set()
         self.decisions = 0
+        self.retained: dict[tuple[str, int], int] = {}
+        self._sealed: dict[int, Counter[str]] = {}  # consumed events, by the journal offset after each digest
         self._seal = -1  # offset of the last valid record, if it is a seal
         self._nonce = ""  # of the newest valid claim
         self._seen: set[tuple[str, int]] = set()
         self._expected: dict[tuple[str, int], list[list[int]]] = {}
         self.effects = Effects()
         self.cancelled: set[str] = set()
+        self._reported: dict[str, tuple[int, int]] = {}  # offset and attempt of each external request's reported end
+        self._ended: set[str] = set()  # external requests that a decision ended
         self._readers: dict[str, set[str]] = {}  # incarnations of the ingresses whose clients wait, by request
         self._others: dict[int, set[str]] = {}  # those that remain, by the offset of a cancellation
         self._lost: set[str] = set()  # incarnations of lost ingresses
@@ -99,6 +116,8 @@ class LogChecks:
             self._on_tokens(record, writer)
         elif topic == REQUESTS.name:
             self._on_request(record)
+        elif topic == PROGRESS.name:
+            self._on_progress(record)
         elif topic == FLEET.name:
             self._on_fleet(record, writer)
         elif topic.startswith(work_topic("").name):
@@ -130,6 +149,12 @@ class LogChecks:
         """Check that no effect of a decision is missing. Raises Violation."""
         self.effects.check_durable(self._submitted)
 
+    def check_ends(self) -> None:
+        """Check that the books of each external request ended for a reason on the log. Raises Violation."""
+        for name in self.effects.external.keys() - self._ended:
+            if self._reported.get(name, (0, -1))[1] != self._attempts[name]:
+                raise Violation(f"{name}: nothing on the log ended its books")
+
     def _on_request(self, record: Record) -> None:
         event = _decoded(REQUESTS, record)
         if isinstance(event, RequestCancelled):
@@ -142,6 +167,8 @@ class LogChecks:
         if isinstance(event, RequestSubmitted):
             self._readers.setdefault(event.request_id, {event.ingress_incarnation} - {""})
             self._submitted[event.request_id] += 1
+            if event.delivery == "external":
+                self.effects.external[event.request_id] = event.reply_slot
             expected = expected_tokens(event.request_id, event.token_ids, event.sampling)
             self._expected.setdefault((event.request_id, event.reply_slot), []).append(expected)
             self.accepted.append(_Accepted(event, record.offset, expected))
@@ -165,6 +192,13 @@ class LogChecks:
             self._seal = record.offset if isinstance(event, Sealed) else -1
             self.decisions += isinstance(event, AnyDecision)
             self._on_valid(event)
+            if isinstance(event, Advanced):
+                self._sealed[record.offset + 1] = self._consumed.copy()
+            elif isinstance(event, SnapshotRecord):
+                view = self._sealed[event.journal_offset]
+                self.retained = {(topic.name, PARTITION): view[topic.name] for topic in INPUTS}
+                self.retained[DECISIONS.name, PARTITION] = event.journal_offset
+                self.retained[SNAPSHOTS.name, PARTITION] = event.first_offset
             self.effects.on_decision(event, record.at_us)
             if isinstance(event, Sealed):  # the next owner continues from the seal, and sends nothing again
                 self.check_effects()
@@ -178,6 +212,8 @@ class LogChecks:
             self._now_us = run.now_us
             if self._consumed[run.topic] > self._ends_of[run.topic]:
                 raise Violation(f"{event} consumed {self._consumed[run.topic]} records of {run.topic}, which has fewer")
+        if getattr(event, "request_id", "") in self.effects.external:
+            self._on_external(event)
         if isinstance(event, RequestAborted):
             self.aborted.add(event.request_id)
             others = self._others.get(self._consumed[REQUESTS.name] - 1, set()) - self._lost
@@ -189,8 +225,30 @@ class LogChecks:
                 raise Violation(f"{event.request_id}: attempt {event.attempt} was routed after attempt {before}")
             self._attempts[event.request_id] = event.attempt
 
+    def _on_progress(self, record: Record) -> None:
+        event = _decoded(PROGRESS, record)
+        if isinstance(event, RequestFinished | RequestFailed | AttemptRejected) and (
+            event.request_id in self.effects.external
+        ):
+            if event.request_id in self._reported:
+                raise Violation(f"{event.request_id}: its picker reported {event} after another end")
+            self._reported[event.request_id] = record.offset, event.attempt
+
+    def _on_external(self, event: Any) -> None:
+        """Check that a decision about an external request comes before the end of its books."""
+        name = event.request_id
+        offset, attempt = self._reported.get(name, (-1, 0))
+        has_finished = -1 < offset < self._consumed[PROGRESS.name] and attempt == self._attempts.get(name)
+        is_rejection = isinstance(event, RequestAborted) and event.reason == "worker_refused"
+        if name in self._ended or (has_finished and not is_rejection):
+            raise Violation(f"the books of {name} ended before {event}")
+        if isinstance(event, RequestAborted | RequestRejected | RequestRepeated):
+            self._ended.add(name)
+
     def _on_work(self, record: Record, writer: str) -> None:
         event = _decoded(work_topic("default"), record)
+        if isinstance(event, WorkItem) and event.request_id in self.effects.external:
+            raise Violation(f"{writer} sent a work item for the external request {event.request_id}")
         if isinstance(event, Event):
             self.effects.on_sent(record, event, writer, self._claims_of.get(writer, []))
         if isinstance(event, WorkItem):

@@ -21,18 +21,28 @@ SYSTEM_KINDS = (
     "broker_down", "disk_full", "lease_store_down", "lease_flush", "lease_expiry", "lease_clock_jump",
     "foreign_record",
 )  # fmt: skip
-CLIENT_KINDS = ("disconnect", "repeated_id", "read_elsewhere")
+CLIENT_KINDS = ("disconnect", "repeated_id", "read_elsewhere", "external", "moved")
 KAFKA_KINDS = ("leader_change", "stale_metadata", "group_rebalance")
 ROUTER_KINDS = ("upgrade",)
 JOURNAL_KINDS = ("repeated_record", "foreign_decision")
 OPERATOR_KINDS = ("command", "route_query", "stale_owner")
-KINDS = (*PROCESS_KINDS, *SYSTEM_KINDS, *CLIENT_KINDS, *KAFKA_KINDS, *ROUTER_KINDS, *JOURNAL_KINDS, *OPERATOR_KINDS)
+INDEXER_KINDS = ("faust_rebalance", "retention")
+KINDS = (
+    *PROCESS_KINDS, *SYSTEM_KINDS, *CLIENT_KINDS, *KAFKA_KINDS, *ROUTER_KINDS, *JOURNAL_KINDS, *OPERATOR_KINDS,
+    *INDEXER_KINDS,
+)  # fmt: skip
+# Kinds of faults of processes that an instance of the indexer gets.
+INSTANCE_KINDS = (
+    "kill", "stop", "pause", "network_split", "slow_network", "truncated_fetch", "read_failed", "spurious_wake",
+    "clock_jump",
+)  # fmt: skip
 Depth = Literal["log", "kafka"]
 
 # A slow engine takes seconds for a response, so faults hit its requests in the middle. Fast ones serve many requests.
 SPEEDUPS = (0.2, 16.0, 32.0)
 DEPTHS: tuple[Depth, ...] = get_args(Depth)
 FIRST_MS = 1_500  # faults may hit the start of the system, but most seeds should have a system to break
+INDEXED = 0.3  # share of the seeds that have instances of the indexer
 SPAN_MS = 10_000  # requests and faults begin within this time
 
 
@@ -63,6 +73,7 @@ class PlannedRequest(msgspec.Struct, frozen=True):
         disconnect_ms: time after which the client disconnects; None if it waits.
         repeats: name of an earlier request whose id it reuses; empty for an id of its own.
         on_kafka: whether the client uses the Kafka API instead of an ingress.
+        external: whether a gateway with a picker carries the request.
     """
 
     at_ms: int
@@ -77,6 +88,7 @@ class PlannedRequest(msgspec.Struct, frozen=True):
     disconnect_ms: int | None = None
     repeats: str = ""
     on_kafka: bool = False
+    external: bool = False
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +97,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         snapshot_every: journal records between two snapshots.
         depth: `log` for an in-memory log, `kafka` for the Kafka transport on simulated clients.
+        indexers: instances of the indexer.
     """
 
     seed: int
@@ -98,6 +111,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     requests: tuple[PlannedRequest, ...]
     faults: tuple[Fault, ...]
     depth: Depth = "log"
+    indexers: int = 0
 
     def save(self, path: Path) -> None:
         """Write the plan to a JSON file."""
@@ -109,6 +123,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             *(f"r{number}" for number in range(self.routers)),
             *(f"w{number}" for number in range(self.workers)),
             *(f"i{number}" for number in range(self.ingresses)),
+            *(f"x{number}" for number in range(self.indexers)),
         ]
 
 
@@ -143,6 +158,15 @@ def draw_plan(seed: int, depth: Depth = "log") -> Plan:
     faults = _by_time([*faults, *_draw_upgrades(Random(f"plan/{seed}/upgrade"), plan)])
     faults = _by_time([*faults, *_draw_journal_faults(Random(f"plan/{seed}/journal"))])
     faults = _by_time([*faults, *_draw_some(Random(f"plan/{seed}/operator"), plan, OPERATOR_KINDS)])
+    gateway = Random(f"plan/{seed}/gateway")
+    share = gateway.choice((0.0, 0.0, 0.2, 0.5))
+    requests = tuple(
+        msgspec.structs.replace(one, external=gateway.random() < share and not one.repeats) for one in requests
+    )
+    indexers = Random(f"plan/{seed}/indexers")
+    if indexers.random() < INDEXED:
+        plan = msgspec.structs.replace(plan, indexers=2)
+        faults = _by_time([*faults, *_draw_indexer_faults(indexers, plan)])
     if depth == "kafka":
         extra = Random(f"plan/{seed}/kafka")
         faults = _by_time([*faults, *_draw_some(extra, plan, KAFKA_KINDS)])
@@ -193,6 +217,13 @@ def _draw_some(random: Random, plan: Plan, kinds: Sequence[str]) -> list[Fault]:
     return [_draw_fault(random, plan, kind) for kind, count in counts.items() for _ in range(count)]
 
 
+def _draw_indexer_faults(random: Random, plan: Plan) -> list[Fault]:
+    faults = _draw_some(random, plan, INDEXER_KINDS)
+    for fault in _draw_some(random, plan, INSTANCE_KINDS):
+        faults.append(msgspec.structs.replace(fault, target=f"x{random.randrange(plan.indexers)}"))
+    return faults
+
+
 def _draw_upgrades(random: Random, plan: Plan) -> list[Fault]:
     """Return no upgrade, upgrades of single routers, or a rolling upgrade of all routers and mostly one back."""
     routers = [f"r{number}" for number in range(plan.routers)]
@@ -220,7 +251,7 @@ def _draw_journal_faults(random: Random) -> list[Fault]:
 
 def _moved_to_kafka(request: PlannedRequest) -> PlannedRequest:
     """Return a request to the Kafka API, later than most workers join, because earlier ones only get an error."""
-    if request.repeats:
+    if request.repeats or request.external:
         return request
     at_ms = FIRST_MS + request.at_ms * (SPAN_MS - FIRST_MS) // SPAN_MS
     return msgspec.structs.replace(request, on_kafka=True, at_ms=at_ms)

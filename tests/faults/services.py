@@ -22,6 +22,7 @@ from forebay.ingress.model import Model
 from forebay.ingress.served_models import ServedModels
 from forebay.ingress.settings import IngressSettings
 from forebay.live.router.router import Router, RouterSettings
+from forebay.picker.servers import Fallback
 from forebay.transport.base import LeaseError, Leases, Log, LogError
 from forebay.transport.directory import Directory
 from forebay.transport.kafka.log import KafkaLog
@@ -127,6 +128,7 @@ class WorkerService:
             kv_blocks_total=config.kv_blocks_total,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            endpoint=endpoint_of(process.name),
         )
         partition = await _partition_of(to)
         async with _keeper(to.leases) as keeper:
@@ -145,10 +147,14 @@ class WorkerService:
 
 
 class IngressService:
-    """An ingress process without HTTP: clients call `GroupClient.submit` directly."""
+    """An ingress process without HTTP, which is a picker without gRPC, too.
+
+    Clients call `GroupClient.submit`, or use an `Exchange` with `fallback`.
+    """
 
     def __init__(self, model: Model, slot: int, timeout_s: float) -> None:
         self.group: GroupClient | None = None
+        self.fallback: Fallback | None = None
         self._model = model
         self._slot = slot
         self._timeout_s = timeout_s
@@ -171,6 +177,7 @@ class IngressService:
         models = ServedModels(front, directory, ModelStore(to.log), Path(), lambda _: None, model=self._model)
         async with _keeper(to.ingress_leases) as keeper:
             keeper.hold(GROUP, settings.ingress_id, settings.incarnation, b"", lambda _: self._stopped.set())
+            self.fallback = Fallback(models, to.leases, "503", CollectorRegistry())
             self.group = models.group(GROUP)
             async with asyncio.TaskGroup() as tasks:
                 parts = [front.run(), models.run(), directory.run()]
@@ -187,6 +194,11 @@ class IngressService:
     async def stop(self) -> None:
         """Interrupt the requests in flight and stop, as after a second SIGTERM."""
         self._stopped.set()
+
+
+def endpoint_of(name: str) -> str:
+    """Return the server of a worker, to which gateways send requests."""
+    return f"{name}:8000"
 
 
 async def _serve_kafka(log: Log, models: ServedModels) -> None:

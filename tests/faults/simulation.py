@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from forebay.core.state.fleet import WorkerPhase
 from forebay.core.state.reply_slot import ResponseState, apply
 from forebay.core.world import World
 from forebay.events.codec import DecodeError, decode
-from forebay.events.topics import CONTROL, FLEET, PROGRESS, REQUESTS, TOKENS
+from forebay.events.topics import CONTROL, DECISIONS, FLEET, PROGRESS, REQUESTS, TOKENS
+from forebay.live.indexer import indexer
 from forebay.live.standby import Standby
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Log, LogError, Record
@@ -27,11 +29,13 @@ from tests.faults.broker import Broker, Faults
 from tests.faults.clients import FOREIGN_SLOTS, Client
 from tests.faults.cluster import Cluster
 from tests.faults.effects import Violation
+from tests.faults.external import ExternalClient
+from tests.faults.indexers import CheckedReplica
 from tests.faults.invariants import check_worker, check_world
 from tests.faults.kafka.clients import KafkaClient
 from tests.faults.kafka.patches import fake_clients
 from tests.faults.loop import NS_PER_S, START_NS, Livelocked, Stalled, VirtualLoop
-from tests.faults.plan import SPAN_MS, Plan
+from tests.faults.plan import SPAN_MS, Plan, PlannedRequest
 from tests.faults.process import Process
 from tests.faults.rules import OTHER_RULES, OWN_RULES, Rules
 from tests.faults.services import GROUP, PARTITION
@@ -71,15 +75,14 @@ def simulate(plan: Plan) -> Result:
     """Run one plan, and return its result. An error of the simulation itself is a violation, too."""
     result, began_s = Result(plan), time.process_time()
     gc.freeze()  # so that the collection at the end looks only at what the simulation left
-    with _quiet() as warned, Rules() as rules, fake_clients() if plan.depth == "kafka" else nullcontext():
+    clients_of_kafka = fake_clients() if plan.depth == "kafka" else nullcontext()
+    replicas = patch.object(indexer, "Replica", CheckedReplica)
+    with _quiet() as warned, Rules() as rules, clients_of_kafka, replicas:
         loop = VirtualLoop(str(plan.seed))
         loop.use_rules = rules.use
         cluster = Cluster(loop, plan)
         loop.set_exception_handler(partial(_note_crash, cluster))
-        clients = [
-            KafkaClient(cluster, planned) if planned.on_kafka else Client(cluster, planned, number)
-            for number, planned in enumerate(plan.requests)
-        ]
+        clients = [_client(cluster, planned, number) for number, planned in enumerate(plan.requests)]
         try:
             loop.run(_run(loop, cluster, clients))
         except Violation as violation:
@@ -105,6 +108,12 @@ def simulate(plan: Plan) -> Result:
         gc.collect()
     result.cpu_s = time.process_time() - began_s
     return result
+
+
+def _client(cluster: Cluster, planned: PlannedRequest, number: int) -> AnyClient:
+    if planned.on_kafka:
+        return KafkaClient(cluster, planned)
+    return (ExternalClient if planned.external else Client)(cluster, planned, number)
 
 
 def _note_crash(cluster: Cluster, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -154,8 +163,11 @@ async def _run(loop: VirtualLoop, cluster: Cluster, clients: list[AnyClient]) ->
     await _until_quiet(loop, cluster, clients)
     worlds = _standby_digests(cluster)
     await cluster.stop_routers()
+    if plan.indexers:
+        await _until_indexed(loop, cluster, clients, worlds)
     _raise_early(cluster, clients)
     cluster.checks.check_effects()
+    cluster.checks.check_ends()
     _check_responses(cluster, clients)
     for client in clients:
         client.check()
@@ -223,6 +235,25 @@ def _check_quiet(cluster: Cluster, clients: list[AnyClient]) -> None:
             raise Violation("an ingress still has requests in flight")
 
 
+async def _until_indexed(
+    loop: VirtualLoop, cluster: Cluster, clients: list[AnyClient], digests: dict[int, int]
+) -> None:
+    """Wait until each instance of the indexer has caught up, and add the digest of its state. Raises Violation."""
+    ends_s = loop.time() + QUIET_S_MAX
+    while problem := cluster.faust.why_behind():
+        if loop.time() >= ends_s:
+            raise Violation(f"{QUIET_S_MAX:g} s after the end of the journal: {problem}")
+        await asyncio.sleep(CHECK_S)
+        _raise_early(cluster, clients)
+    world, end = cluster.faust.world(), len(cluster.broker.records((DECISIONS.name, PARTITION)))
+    if cluster.checks.rules != OWN_RULES:
+        return  # at most the indexer has loaded the sealed snapshot of the owner
+    if world is None:
+        raise Violation("an indexer has no state although the owner had its decision rules")
+    if digests.setdefault(end, world.digest()) != world.digest():
+        raise Violation(f"an indexer and a standby have different states at journal offset {end}")
+
+
 def _owned_world(cluster: Cluster) -> World:
     """Return the state of the only owner. Raises Violation if the group has no owner or several.
 
@@ -278,6 +309,10 @@ def _check_responses(cluster: Cluster, clients: list[AnyClient]) -> None:
             continue
         if reply.gap:
             raise Violation(f"{name}: tokens are missing in its reply slot")
+        if name in cluster.checks.effects.external:
+            if reply.tokens or (reply.ended is not None and reply.ended.error is None):
+                raise Violation(f"{name}: somebody wrote output of an external request")
+            continue
         if reply.ended is None:
             raise Violation(f"{name} was accepted at offset {accepted.offset}, but its response never ended")
         is_whole = reply.ended.error is None and reply.ended.finish_reason != "cancelled"

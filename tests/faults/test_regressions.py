@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,11 +15,14 @@ from msgspec import structs
 
 from forebay.events.codec import decode
 from forebay.events.decisions import Advanced, OwnerClaimed, RequestHeld, RequestRouted, Sealed
-from forebay.events.topics import DECISIONS
+from forebay.events.topics import DECISIONS, work_topic
+from forebay.live.indexer.delivered_log import DeliveredRun
+from forebay.transport.base import Record
 from tests.depth import sampled
 from tests.faults.effects import Effects, Violation
 from tests.faults.loop import VirtualLoop
 from tests.faults.plan import (
+    INDEXER_KINDS,
     KAFKA_KINDS,
     KINDS,
     Depth,
@@ -50,6 +54,40 @@ def test_no_invariant_is_violated(seed: int) -> None:
 def test_requests_finish_without_faults() -> None:
     result = simulate(calm_plan())
     assert (result.violation, result.outcomes) == ("", {"finished length": 2})
+
+
+def test_indexers_restore_snapshots_and_equal_the_owner() -> None:
+    kinds = ("faust_rebalance", "retention", "kill", "faust_rebalance", "read_failed", "stop")
+    faults = [
+        Fault(2_500 + 500 * at, kind, "" if kind in INDEXER_KINDS else f"x{at % 2}", 500)
+        for at, kind in enumerate(kinds * 2)
+    ]
+    result = simulate(calm_plan(faults=tuple(faults), requests=steady_requests(30), indexers=2))
+    assert (result.violation, result.outcomes) == ("", {"finished length": 30})
+    assert (result.fired["faust_rebalance"], result.fired["retention"]) == (4, 2)
+
+
+def test_an_indexer_that_skips_events_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    complete = DeliveredRun.read
+
+    def read(run: DeliveredRun, offset: int, limit: int) -> list[Record]:
+        records = complete(run, offset, limit)
+        return records[len(records) // 2 :]
+
+    monkeypatch.setattr(DeliveredRun, "read", read)
+    violation = simulate(calm_plan(requests=steady_requests(30), indexers=2)).violation
+    assert re.match("an indexer|a standby has another state", violation), violation
+
+
+def test_a_gateway_carries_requests() -> None:
+    requests = [structs.replace(one, external=True) for one in steady_requests(20)]
+    requests[5] = structs.replace(requests[5], disconnect_ms=1)
+    result = simulate(calm_plan(requests=tuple(requests)))
+    assert (result.violation, result.fired["external"]) == ("", 20)
+    assert result.fired["moved"] > 0
+    assert result.outcomes["disconnected"] == 1
+    assert result.outcomes["answered 200"] > len(requests) // 2
+    assert result.partitions.get((work_topic("default").name, PARTITION), []) == []
 
 
 def claimed_rules(result: Result) -> list[int]:

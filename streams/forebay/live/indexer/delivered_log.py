@@ -19,7 +19,7 @@ BYTES_MAX = 16 << 20
 QUIET_S = 1.0  # after this time without a new journal record from Faust, ask the log for the end of the journal
 
 
-class _DeliveredRun:
+class DeliveredRun:
     """Newest delivered records of a topic that have consecutive offsets. `end` is the offset after the last one."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class DeliveredLog:
         self.tail, self.begin, self.end = log.tail, log.begin, log.end
         self._log = log
         self._partition = partition
-        self._runs = {topic.name: _DeliveredRun() for topic in TOPICS}
+        self._runs = {topic.name: DeliveredRun() for topic in TOPICS}
         self._arrived = asyncio.Event()
 
     def deliver(self, records: Iterable[Record]) -> None:

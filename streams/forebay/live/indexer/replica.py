@@ -106,7 +106,7 @@ class Replica:
         """Follow the journal until cancelled. After an error, restore the newest snapshot, with growing pauses."""
         while True:
             try:
-                await self._follow()
+                await self.follow()
             except LogError as error:
                 self.problem = str(error)
                 if isinstance(error, RecoveryDiverged):
@@ -118,7 +118,8 @@ class Replica:
             self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
             self._standby = self._new_standby()
 
-    async def _follow(self) -> None:
+    async def follow(self) -> None:
+        """Follow the journal from the state that was restored last, until cancelled. Raises LogError."""
         end = await self.log.end(DECISIONS.name, self.partition)
         while True:
             self._end, self._checked_s = end, runtime.monotonic_s()
