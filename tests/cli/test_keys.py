@@ -97,7 +97,7 @@ def test_a_key_is_created_listed_and_revoked(store: list[str]) -> None:
         ("--tenant a --models /", "--models: the model name '/' cannot be used"),
         ("--tenant a --models m --models m", "--models m: the name appears twice"),
         ("--tenant a" + "".join(f" --priority c{number}" for number in range(65)), "--priority: expected at most 64"),
-        (f"--tenant a --cache-namespace {'x' * 129}", "--cache-namespace: expected at most 128 printable"),
+        ("--tenant a --cache-namespace b/c", "--cache-namespace 'b/c': expected 1 to 128 letters"),
         ("--tenant a --expires 2020-01-01", "--expires 2020-01-01: expected a time between now and the year 9999"),
         ("--tenant a --expires -5m", "--expires -5m: expected a time"),
         ("--tenant a --expires 99999999999d", "--expires 99999999999d: expected a time"),

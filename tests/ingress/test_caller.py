@@ -18,10 +18,13 @@ def test_a_key_names_its_tenant_and_hides_itself() -> None:
     assert (caller.tenant, caller.key_id, caller.weight) == ("acme", "abababababab", 3)
 
 
-@pytest.mark.parametrize(("given", "expected"), [("", "acme"), ("chat", "acme/chat")])
+@pytest.mark.parametrize(
+    ("given", "expected"), [("", "tenant/acme"), ("chat", "tenant/acme/chat"), ("tenant/x", "tenant/acme/tenant/x")]
+)
 def test_tenants_do_not_share_cached_blocks(given: str, expected: str) -> None:
     assert caller_with(KEY).namespace(given) == expected
-    assert ANONYMOUS.namespace(given) == given
+    assert ANONYMOUS.namespace(given) == (f"client/{given}" if given == "tenant/x" else given)
+    assert ANONYMOUS.namespace(expected) != expected
 
 
 def test_a_client_may_only_lower_its_priority() -> None:

@@ -88,7 +88,7 @@ async def test_a_key_names_the_tenant_on_the_log() -> None:
         first, second, anonymous = scene.requests(RequestSubmitted)
         for request in (first, second):
             assert (request.tenant, request.key_id, request.weight) == ("acme", key_of("acme").key_id, 3)
-            assert (request.cache_namespace, request.routing.policy_class) == ("acme", "batch")
+            assert (request.cache_namespace, request.routing.policy_class) == ("tenant/acme", "batch")
         assert (anonymous.tenant, anonymous.key_id, anonymous.cache_namespace) == ("", "", "")
 
 

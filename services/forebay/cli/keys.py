@@ -34,7 +34,7 @@ from forebay.transport.sqlite.recording import utc
 PREFIX = "fb-"  # so that scanners for leaked secrets find keys
 KEY_BYTES = 32
 TENANT = re.compile(r"[A-Za-z0-9._-]{1,128}")
-NAMESPACE_CHARS_MAX = 128
+EXPECTED = "expected 1 to 128 letters, digits, dots, dashes and underscores"
 DURATION = re.compile(r".*[smhd]")
 LAST_US = 253_370_764_800_000_000  # the year 9999
 OTHER_COLUMNS = ("type", "key_hash", "tenant", "created_us", "expires_us", "revoked_us")
@@ -55,10 +55,10 @@ def run_create(options: KeysCreateCommand) -> None:
 def _event(options: KeysCreateCommand, key_hash: str) -> KeySet:
     """Return the event of a new key. Raises ConfigError for an invalid name; other invalid options end the command."""
     if not TENANT.fullmatch(options.tenant):
-        fail(f"--tenant {options.tenant[:64]!r}: expected 1 to 128 letters, digits, dots, dashes and underscores")
+        fail(f"--tenant {options.tenant[:64]!r}: {EXPECTED}")
     namespace = options.cache_namespace
-    if len(namespace) > NAMESPACE_CHARS_MAX or not namespace.isprintable():
-        fail(f"--cache-namespace: expected at most {NAMESPACE_CHARS_MAX} printable characters, got {namespace[:64]!r}")
+    if namespace and not TENANT.fullmatch(namespace):
+        fail(f"--cache-namespace {namespace[:64]!r}: {EXPECTED}")
     models, classes = names("--models", options.models), names("--priority", options.priority)
     for flag, given in (("--models", models), ("--priority", classes)):
         if len(given) > LISTED_MAX:

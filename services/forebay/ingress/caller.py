@@ -17,6 +17,7 @@ from forebay.ingress.errors import ApiError, invalid
 TRACE_HEADER = "traceparent"
 # W3C Trace Context, version 00, or a later version without further fields.
 TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+OF_TENANT = "tenant/"  # start of the cache namespaces of tenants
 _SCOPE_KEY = "forebay.caller"
 
 
@@ -58,8 +59,8 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     def namespace(self, given: str) -> str:
         """Return the cache namespace of a request for which the client gave this one."""
         if not self.cache_namespace:
-            return given
-        return f"{self.cache_namespace}/{given}" if given else self.cache_namespace
+            return f"client/{given}" if given.startswith(OF_TENANT) else given  # nobody else has blocks of a tenant
+        return OF_TENANT + (f"{self.cache_namespace}/{given}" if given else self.cache_namespace)
 
     def may_use(self, model: str) -> bool:
         """Return whether the API key permits the model that a client names."""
