@@ -431,6 +431,14 @@ def test_backlogged_tenants_get_their_shares(requests: list[tuple[str, int]]) ->
         assert max(shares) - min(shares) < 2 + Fraction(dearest, DEFAULT.quantum)
 
 
+def test_tenants_alternate_within_a_long_turn_of_their_class() -> None:
+    queues = queue(config=QueueConfig(classes=(QueueClass(quantum=1 << 20),)))
+    for at in range(400):
+        queues.push("p", held(at, uncached_tokens=10, tenant="ab"[at % 2], weight=(3, 1)[at % 2]))
+    served = [queues.serve("p", anyone) for _ in range(100)]
+    assert 70 <= sum(one is not None and one.tenant == "a" for one in served) <= 80
+
+
 @given(
     st.lists(st.tuples(st.integers(8, 60), costs, st.integers(0, 2)), min_size=1, max_size=8),
     st.integers(1, 3),

@@ -80,7 +80,7 @@ FREE_TEXTS = (  # like `reason`, but free text
     "IngressLost",
     "RequestCancelled",
 )
-HASHES = {"parent_hash", "nonce", "content", "seed", "idempotency_key", "body_hash"}
+HASHES = {"parent_hash", "nonce", "content", "seed", "idempotency_key", "body_hash", "end_user"}
 TOKENS = {"token_id", "stop_token_ids"}  # token ids chosen by a client
 WITHHELD = {"token_ids", "content", "descriptor"}  # packed, with a different length
 NO_HASHES = {"due_us", "offsets"}  # packed numbers of the log

@@ -66,7 +66,7 @@ class QueueClass(Part, frozen=True, kw_only=True):
 
     Classes are served by deficit round robin: the turn of a class adds `quantum` tokens to its deficit counter, and a
     request that leaves the queue subtracts its uncached tokens. Tenants in a class take turns in the same way, with
-    `quantum` times the weight of the tenant.
+    64 tokens, or `quantum` if it is lower, times the weight of the tenant.
 
     Attributes:
         name: name of the class, as in `RoutingHints.policy_class`. If several classes share a name, a request enters

@@ -23,6 +23,7 @@ from forebay.events.control import DEFAULT_CLASS, QueueClass, QueueConfig, Queue
 from forebay.events.snapshots import ClassDeficit, QueueTurns, TenantDeficit
 
 OFFERS_PER_LINE_MAX = 16  # requirements per line that are tried before the line waits; each try looks at every rank
+TENANT_QUANTUM = 64  # tokens of a turn with weight 1, few enough that tenants alternate at short or cached prompts
 TENANTS_PER_PART = 4_096  # in all classes of a pool together, so that a part of a snapshot stays below 1 MiB
 _US = 1_000_000
 # Fractions with denominators below 2**63 differ by more than 2**-126. Scaled by 2**128, integers keep their order.
@@ -244,7 +245,7 @@ class _Line:
     def _tenant(self, name: str) -> _Tenant:
         tenant = self.tenants.get(name)
         if tenant is None:
-            tenant = self.tenants[name] = _Tenant(self.kind.quantum, self.policy)
+            tenant = self.tenants[name] = _Tenant(min(self.kind.quantum, TENANT_QUANTUM), self.policy)
         return tenant
 
     def _settle(self, name: str) -> None:
