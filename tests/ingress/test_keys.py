@@ -23,9 +23,11 @@ from forebay.ingress.http.app import build_app
 from forebay.ingress.http.guards import ApiKeyGuard
 from forebay.ingress.key_file import read_keys
 from forebay.ingress.metrics import IngressMetrics
+from forebay.replay.status import GroupStatus, TenantStatus, read_status
 from forebay.runtime.errors import ConfigError
 from forebay.transport.keys import KeyBook
 from tests.harness.fake_runtime import FakeRuntime
+from tests.harness.memory_log import memory_log
 from tests.harness.only_model import OnlyModel
 from tests.ingress.conftest import (
     ADMIN_TOKEN,
@@ -419,3 +421,25 @@ def test_an_invalid_file_is_rejected(content: str, problem: str, tmp_path: Path)
     with pytest.raises(ConfigError, match=problem) as raised:
         read_keys(path)
     assert "fb-a-key" not in str(raised.value)
+
+
+async def test_a_tenant_sees_only_its_own_requests_in_the_status() -> None:
+    tenants = tuple(TenantStatus(tenant=name, in_flight=2, queued=1) for name in ("acme", "beta"))
+    log, _ = memory_log()
+    status = await read_status(log, 0, NAME)
+    log.close()
+    status = replace(status, requests=replace(status.requests, tenants=tenants))
+
+    async def read(_: str) -> GroupStatus:
+        return status
+
+    async with (
+        keyed(key_of("acme")) as (scene, _),
+        client_of(build_app(scene.models, CollectorRegistry(), status_of=read)) as client,
+    ):
+        own, anonymous = [
+            (await client.get("/v1/status", headers=headers)).json()["requests"]["tenants"]
+            for headers in (bearer("acme"), {})
+        ]
+    assert own == [{"tenant": "acme", "in_flight": 2, "queued": 1}]
+    assert anonymous == []

@@ -196,3 +196,27 @@ def test_the_newest_index_record_of_each_request_is_known(updates: list[tuple[in
                         known.get(one)
                 else:
                     assert known.get(one) == expected.get(one)
+
+
+async def test_all_answers_of_a_tenant_are_forgotten_while_others_use_the_store(
+    log: SqliteLog, store: AnswerStore
+) -> None:
+    def of(tenant: str, name: str) -> AnswerContent:
+        return replace(content(name=name), submission=submitted(name, [1], tenant=tenant))
+
+    places = [RequestLocation(1, number) for number in range(6)]
+    for number, tenant in enumerate(["acme", "beta", "acme", "", "acme"]):
+        await store.store(f"r{number}", places[number], of(tenant, f"r{number}"))
+    await store.delete("r2", places[2])
+    twice, *_ = index_of(log)
+    lost = replace(twice, request_id="r5", offset=5, upload="lost", offsets=(99,))
+    for event in (twice, lost, replace(lost, offset=6, expires_us=1)):
+        await log.append([Draft(ANSWERS.name, INDEX, encode(ANSWERS, event), event.key)])
+    await log.append([Draft(ANSWERS.name, INDEX, b"\xc1")])
+    async with opened(log) as command:
+        assert await command.forget("acme") == (2, 1)
+        assert await command.forget("acme") == (0, 1)
+    await until(lambda: store.position == log.next_offset(ANSWERS.name, INDEX))
+    found = [await store.load(f"r{number}", place) for number, place in enumerate(places[:5])]
+    assert [isinstance(one, AnswerDeleted) for one in found] == [True, False, True, False, True]
+    assert isinstance(found[1], AnswerContent)

@@ -1,6 +1,6 @@
-"""List of all topics with their codecs and events.
+"""List of all topics with their codecs, events and retention.
 
-The codecs, the tools and `docs/events.md` are derived from this list.
+The codecs, the tools, the configuration on the broker and `docs/events.md` are derived from this list.
 """
 
 from dataclasses import dataclass
@@ -29,6 +29,12 @@ from forebay.events import (
 )
 
 CodecName = Literal["json", "msgpack", "raw"]
+# Private content of records. `identities`: tenants, API keys or end users. Short prompts can be guessed from hashes.
+Content = Literal["prompts", "prompt hashes", "answers", "identities"]
+
+MINUTE_S = 60
+DAY_S = 86_400
+FOREVER = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,9 @@ class Topic:
         events: union of its event types; None if its records are raw bytes.
         partitioned_by: value that determines the partition of a record, in words for the docs.
         description: one sentence about its content, for the docs.
+        holds: private content of its records.
+        retention_s: seconds for which Kafka keeps a record at least; `FOREVER` for no limit.
+        is_compacted: whether Kafka keeps only the newest record of each key.
     """
 
     name: str
@@ -48,35 +57,106 @@ class Topic:
     events: UnionType | type | None
     partitioned_by: str
     description: str
+    holds: tuple[Content, ...] = ()
+    retention_s: int = 7 * DAY_S
+    is_compacted: bool = False
 
 
 OPENAI_REQUESTS = Topic(
-    "openai-requests", "raw", None, "any", "Kafka API of the ingress: request bodies of the OpenAI API, as JSON"
+    "openai-requests",
+    "raw",
+    None,
+    "any",
+    "Kafka API of the ingress: request bodies of the OpenAI API, as JSON",
+    ("prompts", "identities"),
 )
 OPENAI_RESPONSES = Topic(
-    "openai-responses", "raw", None, "request id", "responses to `openai-requests`, as in the OpenAI API"
+    "openai-responses", "raw", None, "request id", "responses to `openai-requests`, as in the OpenAI API", ("answers",)
 )
-GROUPS = Topic("groups", "json", groups.GroupEvent, "one", "control partition of each group")
-REQUESTS = Topic("requests", "msgpack", requests.RequestEvent, "group", "client requests")
-KV_EVENTS = Topic("kv-events", "msgpack", kv.AnyKvEvent, "group", "blocks that entered and left caches and stores")
+GROUPS = Topic(
+    "groups",
+    "json",
+    groups.GroupEvent,
+    "one",
+    "control partition of each group",
+    # The first placement of a group is valid for ever, and compaction would keep only the last one.
+    retention_s=FOREVER,
+)
+REQUESTS = Topic(
+    "requests",
+    "msgpack",
+    requests.RequestEvent,
+    "group",
+    "client requests",
+    ("prompts", "prompt hashes", "identities"),
+)
+KV_EVENTS = Topic(
+    "kv-events",
+    "msgpack",
+    kv.AnyKvEvent,
+    "group",
+    "blocks that entered and left caches and stores",
+    ("prompt hashes",),
+)
 METRICS = Topic("metrics", "json", metrics.MetricEvent, "group", "load and measured costs of engines")
 PROGRESS = Topic("progress", "json", progress.AnyProgressEvent, "group", "worker events about requests and commands")
 FLEET = Topic("fleet", "json", fleet.AnyFleetEvent, "group", "workers joining, failing and leaving")
-CONTROL = Topic("control", "json", control.ControlEvent, "group", "configuration and admin commands")
+CONTROL = Topic(
+    "control",
+    "json",
+    control.ControlEvent,
+    "group",
+    "configuration and admin commands",
+    # Readers of the pool configuration read the topic from its beginning. It grows by a few records per start.
+    retention_s=FOREVER,
+)
 DECISIONS = Topic("decisions", "json", decisions.JournalRecord, "group", "the owner's journal")
-TOKENS = Topic("tokens", "msgpack", tokens.TokenEvent, "reply slot", "responses, token by token")
-SNAPSHOTS = Topic("snapshots", "msgpack", snapshots.SnapshotEvent, "group", "the owner's state, in chunks")
+TOKENS = Topic(
+    "tokens",
+    "msgpack",
+    tokens.TokenEvent,
+    "reply slot",
+    "responses, token by token",
+    ("answers",),
+    retention_s=DAY_S,
+)
+SNAPSHOTS = Topic(
+    "snapshots",
+    "msgpack",
+    snapshots.SnapshotEvent,
+    "group",
+    "the owner's state, in chunks",
+    ("prompt hashes", "identities"),
+    # Snapshots are kept longer than the records they replace, so that a slice of the log can still be replayed.
+    retention_s=8 * DAY_S,
+)
 SHADOW = Topic("shadow", "json", shadow.ShadowEvent, "group", "decisions of other policies, for comparison")
 HEARTBEATS = Topic(
-    "heartbeats", "json", heartbeats.HeartbeatEvent, "group", "routers that own a group or stand by for it"
+    "heartbeats",
+    "json",
+    heartbeats.HeartbeatEvent,
+    "group",
+    "routers that own a group or stand by for it",
+    # Readers of heartbeats need a few seconds. The minutes help to investigate an incident.
+    retention_s=10 * MINUTE_S,
 )
-SCALING = Topic("scaling", "json", scaling.ScalingEvent, "one", "the planner's journal: sizes of pools, and why")
+SCALING = Topic(
+    "scaling",
+    "json",
+    scaling.ScalingEvent,
+    "one",
+    "the planner's journal: sizes of pools, and why",
+    # The state of a planner is rebuilt from the first record on. It grows by a few kilobytes per interval.
+    retention_s=FOREVER,
+)
 MODELS = Topic(
     "models",
     "msgpack",
     models.ModelEvent,
     "two: 0 for cards and aliases, 1 for content",
     "model cards, with tokenizers and chat templates, and aliases of models",
+    retention_s=FOREVER,
+    is_compacted=True,
 )
 ANSWERS = Topic(
     "answers",
@@ -84,10 +164,38 @@ ANSWERS = Topic(
     answers.AnswerEvent,
     "two: 0 for the index, 1 for content",
     "finished responses that outlive their connection, until their retention ends",
+    ("prompts", "answers", "identities"),
+    retention_s=answers.RETENTION_S,
+    is_compacted=True,
 )
-KEYS = Topic("keys", "json", keys.KeyEvent, "one", "API keys of tenants, as hashes, with their limits")
-USAGE = Topic("usage", "json", usage.UsageRecord, "group", "the ledger: usage per tenant, key, model and hour")
-DEAD_LETTERS = Topic("dead-letters", "raw", None, "group", "records that did not decode or were rejected, unchanged")
+KEYS = Topic(
+    "keys",
+    "json",
+    keys.KeyEvent,
+    "one",
+    "API keys of tenants, as hashes, with their limits",
+    ("identities",),
+    retention_s=FOREVER,
+    is_compacted=True,
+)
+USAGE = Topic(
+    "usage",
+    "json",
+    usage.UsageRecord,
+    "group",
+    "the ledger: usage per tenant, key, model and hour",
+    ("identities",),
+    # A bill of any month can be derived, and the chain is verified from its first record.
+    retention_s=FOREVER,
+)
+DEAD_LETTERS = Topic(
+    "dead-letters",
+    "raw",
+    None,
+    "group",
+    "records that did not decode or were rejected, unchanged",
+    ("prompts", "prompt hashes", "answers", "identities"),
+)
 
 
 # Input topics of an owner, in the order in which it applies ready records.
@@ -96,7 +204,15 @@ INPUTS = (REQUESTS, FLEET, CONTROL, PROGRESS, METRICS, KV_EVENTS)
 
 def work_topic(pool: str) -> Topic:
     """Return the topic on which the workers of `pool` get their work. Its partition is the slot of a worker."""
-    return Topic(f"work.{pool}", "msgpack", work.AnyWorkEvent, "worker slot", f"work for the pool {pool}")
+    return Topic(
+        f"work.{pool}",
+        "msgpack",
+        work.AnyWorkEvent,
+        "worker slot",
+        f"work for the pool {pool}",
+        ("prompts", "prompt hashes"),
+        retention_s=DAY_S,
+    )
 
 
 FIXED_TOPICS = (

@@ -107,6 +107,7 @@ COMMANDS: dict[str, dict[str, str | Subcommands]] = {
                 "revoke": "command:KeysRevokeCommand",
             },
         ),
+        "forget": "command:ForgetCommand",
         "tiers": Subcommands(
             "List, verify and purge stored KV blocks.",
             {

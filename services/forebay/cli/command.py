@@ -370,6 +370,21 @@ class KeysRevokeCommand:
     store: KeyStoreOptions
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetCommand:
+    """Delete the API keys and the kept answers of a tenant on Kafka, and list what remains where, and until when.
+
+    Ingresses may run meanwhile. They reject the keys within 2 s, and serve the answers no more. Exits 1 if a kept
+    answer cannot be read, because its tenant is then unknown.
+    """
+
+    RUN: ClassVar = "forget:run_forget"
+
+    tenant: Annotated[str, Option(help="Name of the tenant.")]
+    kafka: KafkaOptions
+    yes: Annotated[bool, Option("--yes", help="Do not ask for confirmation.")] = False
+
+
 PlaceArgument = Annotated[
     str,
     Argument(

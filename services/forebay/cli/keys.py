@@ -54,8 +54,7 @@ def run_create(options: KeysCreateCommand) -> None:
 
 def _event(options: KeysCreateCommand, key_hash: str) -> KeySet:
     """Return the event of a new key. Raises ConfigError for an invalid name; other invalid options end the command."""
-    if not TENANT.fullmatch(options.tenant):
-        fail(f"--tenant {options.tenant[:64]!r}: {EXPECTED}")
+    require_tenant(options.tenant)
     namespace = options.cache_namespace
     if namespace and not TENANT.fullmatch(namespace):
         fail(f"--cache-namespace {namespace[:64]!r}: {EXPECTED}")
@@ -79,6 +78,12 @@ def _event(options: KeysCreateCommand, key_hash: str) -> KeySet:
         created_us=now_us,
         expires_us=_expiry_us(options.expires, now_us),
     )
+
+
+def require_tenant(tenant: str) -> None:
+    """End the command unless this is a valid name of a tenant."""
+    if not TENANT.fullmatch(tenant):
+        fail(f"--tenant {tenant[:64]!r}: {EXPECTED}")
 
 
 def _expiry_us(text: str, now_us: int) -> int:

@@ -32,7 +32,7 @@ from forebay.events.codec import MALFORMED, DecodeError, decode, encode
 from forebay.events.models import CHUNK_BYTES_MAX
 from forebay.events.request_ids import RequestLocation
 from forebay.events.topics import ANSWERS
-from forebay.transport.base import Draft, Log, LogError, Record, event_at
+from forebay.transport.base import Draft, Log, LogError, Record, event_at, records_of
 from forebay.transport.follower import Follower
 
 INDEX, CONTENT = 0, 1  # partitions of the topic
@@ -91,6 +91,11 @@ class KnownAnswers:
         at = bisect_left(self._requests, request)
         return self._records[at] if at < len(self._requests) and self._requests[at] == request else None
 
+    def is_deleted(self, request: int) -> bool:
+        """Return whether the response is known to be deleted."""
+        at = bisect_left(self._requests, request)
+        return self._requests[at : at + 1] == array("Q", [request]) and self._records[at] == DELETED
+
 
 class AnswerStore(Follower):
     """The answers on the topic, by the location of their first request. The other methods wait for `run`."""
@@ -116,8 +121,7 @@ class AnswerStore(Follower):
         stored = await self._indexed(request_id, location)
         if not isinstance(stored, AnswerStored):
             return stored
-        packed = b"".join([await self._piece(stored, index) for index in range(len(stored.offsets))])
-        return await runtime.offload(_unpacked, packed, stored)
+        return await self._content(stored)
 
     async def store(self, request_id: str, location: RequestLocation, content: AnswerContent) -> None:
         """Store a response unless it is stored or deleted already. Raises AnswerTooLarge or LogError."""
@@ -147,6 +151,36 @@ class AnswerStore(Follower):
         """Delete a response, whether it is stored or not. Raises LogError."""
         await self._delete(request_id, location, await self._indexed(request_id, location))
 
+    async def forget(self, tenant: str) -> tuple[int, int]:
+        """Delete every kept response of a tenant.
+
+        Returns how many were deleted, and how many could not be read, so that their tenant is unknown. Raises LogError.
+        """
+        await self._began.wait()
+        await self.reach(self._end)
+        begin, unreadable = await self._log.begin(ANSWERS.name, INDEX), 0
+        deleted: set[RequestLocation] = set()  # a response that several ingresses stored has several records
+        async for record in records_of(self._log, ANSWERS, INDEX, begin, self._end):
+            try:
+                stored = decode(ANSWERS, record.value)
+            except DecodeError:  # `apply` has logged it
+                continue
+            if not isinstance(stored, AnswerStored):
+                continue
+            place = RequestLocation(stored.partition, stored.offset)
+            was_deleted = place not in deleted and self._known[stored.partition].is_deleted(stored.offset)
+            if was_deleted:
+                continue
+            try:
+                content = await self._content(stored)
+            except AnswerDamaged:
+                unreadable += stored.expires_us > runtime.wall_us()
+                continue
+            if content.submission.tenant == tenant:
+                await self._delete(stored.request_id, place, stored)
+                deleted.add(place)
+        return len(deleted), unreadable
+
     async def _delete(
         self, request_id: str, location: RequestLocation, stored: AnswerStored | AnswerDeleted | None
     ) -> None:
@@ -175,6 +209,10 @@ class AnswerStore(Follower):
         if not isinstance(event, AnswerStored) or event.request_id != request_id:
             return None
         return event if event.expires_us > runtime.wall_us() else None
+
+    async def _content(self, stored: AnswerStored) -> AnswerContent:
+        packed = b"".join([await self._piece(stored, index) for index in range(len(stored.offsets))])
+        return await runtime.offload(_unpacked, packed, stored)
 
     async def _piece(self, stored: AnswerStored, index: int) -> bytes:
         chunk = await event_at(self._log, ANSWERS, CONTENT, stored.offsets[index])

@@ -27,7 +27,17 @@ class KeyBook(Follower):
 
     async def set(self, event: KeySet) -> None:
         """Append the event of a key, and wait until it was read. Raises LogError."""
-        (offset,) = await self._log.append([Draft(KEYS.name, PARTITION, encode(KEYS, event), event.key)])
+        await self._append(encode(KEYS, event), event.key)
+
+    async def forget(self, tenant: str) -> int:
+        """Remove all keys of a tenant, and return their number. Raises LogError."""
+        forgotten = [event for event in self.keys.values() if event.tenant == tenant]
+        for event in forgotten:
+            await self._append(b"", event.key)
+        return len(forgotten)
+
+    async def _append(self, value: bytes, key: bytes) -> None:
+        (offset,) = await self._log.append([Draft(KEYS.name, PARTITION, value, key)])
         await self.reach(offset + 1)
 
     def apply(self, record: Record) -> None:

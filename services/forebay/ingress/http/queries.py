@@ -152,9 +152,12 @@ def add_status(app: FastAPI, models: ServedModels, explainer: Explainer, status_
 
     @app.get("/v1/status", responses={**json_of(GroupStatus), **errors(409, 501, 504)})
     async def status(request: Request) -> Response:
-        """Return the status of the model: owner, workers, requests and topics."""
+        """Return the status of the model: owner, workers, requests and topics. Of tenants, only that of the API key."""
         group = group_of(request, models)
         found = await (derived(group) if status_of is None else status_of(group.settings.model_name))
+        tenant = caller_of(request.scope).tenant
+        own = tuple(one for one in found.requests.tenants if one.tenant == tenant)
+        found = msgspec.structs.replace(found, requests=msgspec.structs.replace(found.requests, tenants=own))
         if "model" not in request.query_params:
             found = msgspec.structs.replace(found, others=tuple(name for name in models.names if name != found.group))
         return Response(msgspec.json.encode(found), media_type="application/json")

@@ -17,14 +17,14 @@ from aiokafka.errors import IllegalStateError, KafkaConnectionError, KafkaError
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from forebay import runtime
-from forebay.events.topics import ANSWERS, KEYS, MODELS
+from forebay.events.topics import FIXED_TOPICS
 from forebay.transport.base import Draft
 from forebay.transport.kafka.errors import is_transient
 from forebay.transport.kafka.settings import REQUEST_MS, RETRY_BACKOFF_MS
 from forebay.transport.kafka.wire import Channel, ProducerId, Wire
 
 MAGIC = 2
-COMPACTED = (MODELS.name, ANSWERS.name, KEYS.name)
+COMPACTED = frozenset(topic.name for topic in FIXED_TOPICS if topic.is_compacted)
 NO_CODEC, SNAPPY = 0, 2
 # Below this size compression saves less time on the network and the disk than it costs.
 COMPRESSED_BYTES_MIN = 1 << 10

@@ -9,22 +9,19 @@ import msgspec
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import KafkaError, TopicAlreadyExistsError
 
-from forebay.events.answers import RETENTION_S
 from forebay.events.topics import (
     ANSWERS,
-    CONTROL,
+    DAY_S,
     FIXED_TOPICS,
+    FOREVER,
     GROUPS,
-    HEARTBEATS,
     KEYS,
     MODELS,
     OPENAI_REQUESTS,
     OPENAI_RESPONSES,
     REQUESTS,
     SCALING,
-    SNAPSHOTS,
     TOKENS,
-    USAGE,
     Topic,
     work_topic,
 )
@@ -35,31 +32,10 @@ from forebay.transport.kafka.writer import HEADROOM_BYTES, RECORD_BYTES_MAX
 
 KNOWN_WITHIN_S = 60  # a busy broker takes tens of seconds for a topic of 256 partitions
 KNOWN_POLL_S = 0.05
-MINUTE_MS = 60_000
-HOUR_MS = 60 * MINUTE_MS
-DAY_MS = 24 * HOUR_MS
+# Kafka removes and compacts only closed segments, and by default closes a segment after a week.
+SEGMENT_S = DAY_S
 # These topics have equal partition counts, because all events and decisions of a group use the same partition number.
 CONTROL_TOPICS = tuple(topic for topic in FIXED_TOPICS if topic.partitioned_by == "group")
-RETENTION_MS = {
-    # The first placement of a group is valid for ever, and compaction would keep only the last one.
-    GROUPS.name: -1,
-    # Readers of the pool configuration read the topic from its beginning. It grows by a few records per start.
-    CONTROL.name: -1,
-    # The state of a planner is rebuilt from the first record on. It grows by a few kilobytes per interval.
-    SCALING.name: -1,
-    # Snapshots are kept longer than the records they replace, so that a slice of the log can still be replayed.
-    SNAPSHOTS.name: 8 * DAY_MS,
-    TOKENS.name: DAY_MS,
-    MODELS.name: -1,
-    KEYS.name: -1,
-    USAGE.name: -1,
-    ANSWERS.name: RETENTION_S * 1000,
-    # Readers need a few seconds of heartbeats. The minutes help to investigate an incident.
-    HEARTBEATS.name: 10 * MINUTE_MS,
-}
-CLEANUP = {MODELS.name: "compact", KEYS.name: "compact", ANSWERS.name: "compact,delete"}
-RETENTION_DEFAULT_MS = 7 * DAY_MS
-WORK_RETENTION_MS = DAY_MS
 # With three replicas, acknowledged records survive the loss of a broker, and the loss of a broker blocks no append.
 REPLICATED = 3
 MIN_INSYNC = 2
@@ -260,10 +236,12 @@ def unreachable(settings: KafkaSettings, error: Exception) -> KafkaUnusable:
 def _config(topic: Topic, replication: int) -> dict[str, str]:
     config: dict[str, Any] = {"max.message.bytes": RECORD_BYTES_MAX + HEADROOM_BYTES}
     config["min.insync.replicas"] = MIN_INSYNC if replication >= REPLICATED else 1
-    retention = WORK_RETENTION_MS if topic.name.startswith(work_topic("").name) else RETENTION_DEFAULT_MS
-    config["cleanup.policy"] = CLEANUP.get(topic.name, "delete")
-    config["retention.ms"] = RETENTION_MS.get(topic.name, retention)
-    # Kafka removes only closed segments, and by default closes a segment after a week.
-    if topic is ANSWERS or 0 < config["retention.ms"] < DAY_MS:
-        config["segment.ms"] = min(config["retention.ms"], DAY_MS)
+    ends = topic.retention_s != FOREVER
+    policies = ("compact",) * topic.is_compacted + ("delete",) * (ends or not topic.is_compacted)
+    config["cleanup.policy"] = ",".join(policies)
+    config["retention.ms"] = topic.retention_s * 1000 if ends else -1
+    if ends or topic.is_compacted:
+        config["segment.ms"] = min(topic.retention_s or SEGMENT_S, SEGMENT_S) * 1000
+    if topic.is_compacted:
+        config["max.compaction.lag.ms"] = SEGMENT_S * 1000
     return {name: str(value) for name, value in config.items()}
