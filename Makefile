@@ -35,7 +35,7 @@ PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 REAL = --numprocesses 2 --dist loadfile
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines --ignore tests/clients
 
-.PHONY: help setup setup-engines setup-clients setup-gateway up test test-all explore fuzz fuzz-bugs test-kafka test-engines test-clients kafka kafka-stop demo-kafka demo-answers demo-gateway demo-indexer demo-upgrade demo-disagg demo-scaling demo-tiers demo-console lint type fmt mutations coverage bench \
+.PHONY: help setup setup-engines setup-clients setup-gateway up test test-all explore fuzz fuzz-bugs test-kafka test-engines test-clients kafka kafka-stop demo-kafka demo-answers demo-gateway demo-indexer demo-ledger demo-upgrade demo-disagg demo-scaling demo-tiers demo-console lint type fmt mutations coverage bench \
     schemas golden report-picture console-pictures lock lock-engines lock-clients resolve ci clean
 
 help: ## show this help
@@ -99,6 +99,9 @@ demo-gateway: $(READY) $(READY_GATEWAY) ## send requests through a real Envoy to
 
 demo-indexer: $(READY) ## kill indexers, owners and workers while two indexers prove their state (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/python -m tests.harness.demo_indexer $(ARGS)
+
+demo-ledger: $(READY) ## compare the ledger with what clients counted, while processes are killed (Java 17, Maven); options in ARGS="..."
+	@$(BIN)/python -m tests.harness.demo_ledger $(ARGS)
 
 demo-upgrade: $(READY) ## upgrade to a version with other decision rules under load, and back (Java 17, Maven)
 	@$(BIN)/python -m tests.harness.demo_upgrade $(ARGS)

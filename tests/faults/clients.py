@@ -134,7 +134,7 @@ class Client:
         outcome, planned = self.outcome, self._planned
         loop = asyncio.get_running_loop()
         (event,) = group.submissions(outcome.request_id, [self.prepared()])
-        stream = await group.submit(replace(event, idempotency_key=_key_of(planned.name)))
+        stream = await group.submit(replace(event, idempotency_key=_key_of(planned.name), key_id=planned.name))
         if self._number % READ_TWICE == 0:
             self._spawn_reader(event)
         timers = [loop.call_later(planned.timeout_ms / 1000 + GRACE_S, stream.interrupt, "deadline")]
@@ -163,7 +163,7 @@ class Client:
                 timer.cancel()
             group.replies.close(outcome.request_id)
             if stream.ended is None and stream.interrupt_reason == "disconnected":
-                group.cancel_unread(outcome.request_id, "disconnected")
+                group.cancel_unread(outcome.request_id, "disconnected", len(outcome.tokens))
             elif stream.ended is None:
                 group.cancel(outcome.request_id, stream.interrupt_reason or "disconnected")
 

@@ -19,8 +19,11 @@ from unittest.mock import patch
 from forebay.core.state.fleet import WorkerPhase
 from forebay.core.state.reply_slot import ResponseState, apply
 from forebay.core.world import World
+from forebay.events.base import U32_BYTES
 from forebay.events.codec import DecodeError, decode
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, PROGRESS, REQUESTS, TOKENS
+from forebay.events.usage import UsageEntry
+from forebay.journal.usage import derive
 from forebay.live.indexer import indexer
 from forebay.live.standby import Standby
 from forebay.replay.verify.verify import verify
@@ -172,6 +175,7 @@ async def _run(loop: VirtualLoop, cluster: Cluster, clients: list[AnyClient]) ->
     for client in clients:
         client.check()
     await _check_journal(loop, cluster, worlds)
+    await _in_process(loop, cluster, cluster.checks.rules, lambda log: _check_usage(log, cluster, clients))
 
 
 async def _send(client: AnyClient, at_ms: int) -> None:
@@ -342,6 +346,26 @@ async def _check_journal(loop: VirtualLoop, cluster: Cluster, digests: dict[int,
             verified += await _in_process(loop, cluster, rules, lambda log: _verify(log, {}))
     if verified != cluster.checks.decisions:
         raise Violation(f"{verified} of {cluster.checks.decisions} decisions were verified, by all versions together")
+
+
+async def _check_usage(log: Log, cluster: Cluster, clients: list[AnyClient]) -> int:
+    """Check that each request is charged at most once, and a complete one with what its client received.
+
+    A request that an owner ended too late, because the last event of its worker was lost, may cost less.
+    """
+    charged = {entry.key_id: entry for entry in await derive(log, PARTITION)}
+    for client in clients:
+        outcome = client.outcome
+        entry = charged.get(outcome.name, UsageEntry(hour_us=0))
+        tokens = len(outcome.tokens)
+        if entry.requests > 1 or entry.output_tokens > outcome.sampling.max_tokens:
+            raise Violation(f"{outcome.name} is charged twice: {entry}")
+        is_whole = outcome.state == "finished" and outcome.request_id not in cluster.checks.aborted
+        if isinstance(client, Client) and is_whole:
+            found = entry.requests - entry.incomplete, entry.prompt_tokens, entry.output_tokens
+            if found != (1, len(outcome.prompt) // U32_BYTES, tokens):
+                raise Violation(f"{outcome.name} is charged {entry}, but its client received {tokens} tokens")
+    return len(charged)
 
 
 async def _in_process(

@@ -325,10 +325,9 @@ async def test_a_ledger_writes_all_partitions_and_finishes(caplog: pytest.LogCap
         LedgerMetrics(ledger, registry)
         running = asyncio.create_task(ledger.run())
         await until(lambda: ledger.writers and ledger.writers[0].appended)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
         await growing.end()
-        await ledger.finish()
+        ledger.stop()
+        await running
         assert (await verify_chain(log, 0)).differences == []
         assert sums(await growing.recorded()) == sums(await derive(log, 0))
         assert b'forebay_ledger_records_total{partition="0"} 2.0' in generate_latest(registry)
@@ -348,7 +347,6 @@ async def test_a_journal_that_cannot_be_read_stops_its_chain_with_one_message(
         ledger = Ledger(log, "writer", every_s=0.0)
         running = asyncio.create_task(ledger.run())
         await until(lambda: ledger.writers and ledger.writers[0].problem)
-        await ledger.finish()
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        ledger.stop()
+        await running
     assert caplog.text.count("the ledger of control partition 0 stopped: the log lost 1 journal records") == 1

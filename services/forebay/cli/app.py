@@ -21,6 +21,7 @@ COMMANDS: dict[str, dict[str, str | Subcommands]] = {
         "router": "processes.command:RouterCommand",
         "worker": "processes.command:WorkerCommand",
         "indexer": "processes.command:IndexerCommand",
+        "ledger": "processes.command:LedgerCommand",
         "serve": "processes.command:ServeCommand",
     },
     "Look": {
@@ -71,6 +72,15 @@ COMMANDS: dict[str, dict[str, str | Subcommands]] = {
         "produce": "command:ProduceCommand",
     },
     "Operate": {
+        "bill": Subcommands(
+            "Print what tenants have used, and verify the ledger.",
+            {
+                "show": "command:BillShowCommand",
+                "verify": "command:BillVerifyCommand",
+                "head": "command:BillHeadCommand",
+            },
+            default="show",
+        ),
         "control": Subcommands(
             "Send commands to workers or change routing settings. Exits 1 on failure.",
             {

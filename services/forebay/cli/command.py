@@ -238,6 +238,46 @@ class ProduceCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BillShowCommand:
+    """Print what tenants have used in a month, per API key and model.
+
+    The ledger has the usage. From a log without a ledger, the usage is derived.
+    """
+
+    RUN: ClassVar = "bill:run_show"
+
+    source: Source
+    tenant: Annotated[str | None, Option(help="Only this tenant; '' for requests without a tenant.")] = None
+    month: Annotated[str, Option(metavar="YYYY-MM", help="Month in UTC. Default: this month.")] = ""
+    csv: Annotated[bool, Option("--csv", help="Print CSV with a line of column names.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BillVerifyCommand:
+    """Check the ledger: its chain of hashes, and its usage, derived again where the log still has the journal.
+
+    Exits 1 if there is a difference, and names the first one.
+    """
+
+    RUN: ClassVar = "bill:run_verify"
+
+    source: Source
+    anchor: Annotated[
+        Path | None, Option(metavar="FILE", help="Output of an earlier `forebay bill head`, which the chain must have.")
+    ] = None
+    json: JsonOption = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BillHeadCommand:
+    """Print the last record of each chain of the ledger as JSON lines, to be kept elsewhere for `verify --anchor`."""
+
+    RUN: ClassVar = "bill:run_head"
+
+    source: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelListCommand:
     """List the stored model cards, newest first, and the aliases."""
 

@@ -7,6 +7,7 @@ position that this record names. Several writers may run: see `forebay.journal.l
 import asyncio
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -122,27 +123,29 @@ class ChainWriter:
 
 
 class Ledger:
-    """Writes the chains of all control partitions. `run` may be cancelled; `finish` then appends what is left."""
+    """Writes the chains of all control partitions."""
 
     def __init__(self, log: Log, writer: str, every_s: float = EVERY_S) -> None:
         self.writers: dict[int, ChainWriter] = {}
         self._log = log
         self._writer = writer
         self._every_us = int(every_s * 1e6)
+        self._stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Write until cancelled. Raises LogError if the groups cannot be read."""
-        while True:
+        """Write until `stop`, and then the usage that no record has yet. Raises LogError."""
+        while not self._stopping.is_set():
             for partition in await until_available(lambda: partitions_of(self._log)):
-                if partition not in self.writers:
-                    self.writers[partition] = ChainWriter(self._log, partition, self._writer)
+                self.writers.setdefault(partition, ChainWriter(self._log, partition, self._writer))
             await self._advance(self._every_us)
             is_stopped = any(writer.problem for writer in self.writers.values())
-            await asyncio.sleep(RETRY_S if is_stopped else POLL_S)
-
-    async def finish(self) -> None:
-        """Append the usage that no record has yet."""
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), RETRY_S if is_stopped else POLL_S)
         await self._advance(0)
+
+    def stop(self) -> None:
+        """Let `run` end soon."""
+        self._stopping.set()
 
     async def _advance(self, every_us: int) -> None:
         """Append the records that are due. A journal that cannot be read does not stop the chains of the others."""

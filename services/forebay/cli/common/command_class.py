@@ -31,10 +31,14 @@ UNSET = ("ENVIRONMENT", "DEFAULT_MAP")  # sources of options that the command li
 
 
 class Subcommands(NamedTuple):
-    """Group of commands below one name: the declaration of each, as `module:Class` relative to `forebay.cli`."""
+    """Group of commands below one name: the declaration of each, as `module:Class` relative to `forebay.cli`.
+
+    Arguments that do not begin with a command of the group are those of `default`, unless it is empty.
+    """
 
     help: str
     commands: Mapping[str, str]
+    default: str = ""
 
 
 class CliCommand(click.Command):
@@ -141,10 +145,16 @@ class CliGroup(click.Group):
     """Group of commands, which imports only the declaration of the command that it runs."""
 
     def __init__(
-        self, name: str, text: str, sections: Mapping[str, Mapping[str, str | Subcommands]], **settings: Any
+        self,
+        name: str,
+        text: str,
+        sections: Mapping[str, Mapping[str, str | Subcommands]],
+        default: str = "",
+        **settings: Any,
     ) -> None:
         super().__init__(name, help=text, no_args_is_help=True, **settings)
         self.sections = sections
+        self.default = default
         self.table = {one: entry for section in sections.values() for one, entry in section.items()}
         self.path = "" if "epilog" in settings else f"{name}-"
 
@@ -154,7 +164,7 @@ class CliGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.commands and (entry := self.table.get(cmd_name)) is not None:
             if isinstance(entry, Subcommands):
-                self.commands[cmd_name] = CliGroup(cmd_name, entry.help, {"Commands": entry.commands})
+                self.commands[cmd_name] = CliGroup(cmd_name, entry.help, {"Commands": entry.commands}, entry.default)
             else:
                 module, _, name = entry.partition(":")
                 declared = getattr(import_module(f"forebay.cli.{module}"), name)
@@ -176,6 +186,8 @@ class CliGroup(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments up to the name of the command."""
+        if self.default and args and args[0] not in (*self.table, *self.get_help_option_names(ctx)):
+            args = [self.default, *args]
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:

@@ -24,7 +24,7 @@ OPTION = "config"
 MODELS = "models"
 UP = "up"  # the service that serves the models of `[[models]]` tables
 SERVICES = (
-    "up", "ingress", "router", "indexer", "worker", "serve", "shadow", "planner-run", "planner-supervise",
+    "up", "ingress", "router", "indexer", "ledger", "worker", "serve", "shadow", "planner-run", "planner-supervise",
 )  # fmt: skip
 MODEL_KEYS = (
     "model", "model-name", "revision", "engine", "engine-args", "engine-profile", "speedup", "workers", "lora",

@@ -432,6 +432,24 @@ class IndexerCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerCommand:
+    """Write the ledger of a distributed system: what each tenant has used.
+
+    It only reads the log, and appends to the topic `usage`. A second one may run at the same time.
+    """
+
+    RUN: ClassVar = "processes.ledger:run_ledger"
+
+    kafka: KafkaOptions
+    ledger_id: Annotated[str, Option("--id", help="Name of the writer. Default: host name and process id.")] = ""
+    every_s: Annotated[
+        float, Option(min=0.1, max=3_600.0, help="Seconds between two records of a model that serves requests.")
+    ] = 60.0
+    service: ServiceOptions
+    logs: LoggingOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCommand:
     """Run a worker of a distributed system."""
 
