@@ -63,6 +63,7 @@ def _add_catalog_routes(app: FastAPI, console: Console) -> None:
         at_us: AtUs = None,
         state: str = "",
         model: str = "",
+        tenant: str = "",
         worker: str = "",
         slow_ms: Annotated[float | None, Query(ge=0, le=86_400_000)] = None,
         failed: bool = False,
@@ -76,9 +77,7 @@ def _add_catalog_routes(app: FastAPI, console: Console) -> None:
         if state and wanted is None:
             raise invalid(unknown_name("state", state, states), "state")
         slow_us = None if slow_ms is None else round(slow_ms * 1e3)
-        filters = RequestFilter(
-            state=wanted, model=model, worker_id=worker, slow_us=slow_us, is_unsuccessful=failed, text=q
-        )
+        filters = RequestFilter(wanted, model, tenant, worker, slow_us, is_unsuccessful=failed, text=q)
         found = await catalog.query(
             lambda store: request_queries.requests(store.connection, at_us, filters, before, limit)
         )

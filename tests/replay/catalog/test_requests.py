@@ -117,7 +117,7 @@ async def tables_of(made: Recorder) -> Any:
 async def test_filters_select_requests() -> None:
     made = fleet("a", "b")
     for name in ("one", "two_1", "two%1", "three"):
-        made("requests", submitted(name, SHORT))
+        made("requests", submitted(name, SHORT, tenant="acme" if name.startswith("two") else ""))
     made.progress("one", FirstTokenEmitted, after_us=5_000)
     made.progress("two_1", FirstTokenEmitted, after_us=50_000)
     made.progress("one", RequestFinished, finish_reason="stop", output_tokens=3)
@@ -136,6 +136,7 @@ async def test_filters_select_requests() -> None:
     assert ids(state="failed") == ["two_1"]
     assert ids(is_unsuccessful=True) == ["other", "two_1"]
     assert ids(model="unknown") == ["other"]
+    assert ids(tenant="acme") == ["two%1", "two_1"]
     assert ids(slow_us=20_000) == ["two_1"]
     assert ids(text="two") == ["two%1", "two_1"]
     assert ids(text="two_") == ["two_1"]

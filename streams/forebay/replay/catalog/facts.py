@@ -50,6 +50,7 @@ class RequestRow(Fact, frozen=True, kw_only=True):
     request_id: str
     model: str
     lora_name: str
+    tenant: str
     pool: str
     worker_id: str
     rank: int

@@ -30,6 +30,7 @@ class RequestFilter:
 
     state: RequestState | None = None
     model: str = ""
+    tenant: str = ""
     worker_id: str = ""
     slow_us: int | None = None
     is_unsuccessful: bool = False
@@ -125,9 +126,10 @@ def _tests(conditions: RequestFilter, index: str, moment_us: int) -> tuple[str, 
     tests, values = ["number < ? AND number >= ?"], list[int | str]()
     if index:
         tests.append(index)
-    if conditions.model:
-        tests.append("model = ?")
-        values.append(conditions.model)
+    for name, value in (("model", conditions.model), ("tenant", conditions.tenant)):
+        if value:
+            tests.append(f"{name} = ?")
+            values.append(value)
     if conditions.worker_id:
         # A request that is active at the moment may have been routed to another worker since.
         tests.append("(worker_id = ? OR ended_us IS NULL OR ended_us > ?)")

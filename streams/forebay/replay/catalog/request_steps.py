@@ -79,6 +79,7 @@ class CatalogRequest:
     prompt_tokens: int
     submitted_us: int
     is_partial: bool = False
+    tenant: str = ""
     pool: str = ""
     worker_id: str = ""
     rank: int = 0
@@ -99,7 +100,8 @@ class CatalogRequest:
 
     @classmethod
     def of_submission(cls, number: int, event: RequestSubmitted, now_us: int) -> "CatalogRequest":
-        return cls(number, event.request_id, event.model, event.lora_name, event.prompt_tokens, now_us)
+        names = event.request_id, event.model, event.lora_name
+        return cls(number, *names, event.prompt_tokens, now_us, tenant=event.tenant)
 
     @classmethod
     def of_active(cls, request: ActiveRequest, model: str, begin_us: int) -> "CatalogRequest":
@@ -113,6 +115,7 @@ class CatalogRequest:
             submitted.prompt_tokens,
             begin_us,
             is_partial=True,
+            tenant=submitted.tenant,
             pool=submitted.pool,
             worker_id=request.worker_id,
             rank=request.rank,

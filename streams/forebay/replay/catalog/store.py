@@ -25,7 +25,7 @@ from forebay.transport.base import Log
 
 logger = logging.getLogger(__name__)
 
-VERSION = f"3.{CORE_VERSION}"  # the first number is raised whenever a table of the catalog changes
+VERSION = f"4.{CORE_VERSION}"  # the first number is raised whenever a table of the catalog changes
 SUFFIX = ".console"
 SIZE_MAX = 2 << 30
 PAGE_BYTES = 16_384  # checkpoints are large, so small pages would make their removal slow

@@ -3,7 +3,7 @@
 import { h, put, reconcile } from "../dom.js";
 
 /** Names of the filters, in the address and in requests to the server. */
-export const FILTERS = ["q", "model", "worker", "state", "slow_ms", "failed"];
+export const FILTERS = ["q", "model", "tenant", "worker", "state", "slow_ms", "failed"];
 
 const STATES = ["submitted", "queued", "encode", "prefill", "decode", "waiting", "finished", "failed", "rejected", "aborted", "cancelled"];
 const SUGGESTIONS_MAX = 500;
@@ -16,6 +16,7 @@ export function createFilters(/** @type {Context} */ context) {
   const fields = {
     q: h("input", { type: "search", name: "q", placeholder: "part of the ID", autocomplete: "off", spellcheck: "false" }),
     model: h("input", { type: "search", name: "model", placeholder: context.info.group, autocomplete: "off" }),
+    tenant: h("input", { type: "search", name: "tenant", placeholder: "any", autocomplete: "off" }),
     worker: h("input", { type: "search", name: "worker", placeholder: "any", list: "request-workers", autocomplete: "off" }),
     state: h("select", { name: "state" }, h("option", { value: "" }, "any"), STATES.map((one) => h("option", { value: one }, one))),
     slow_ms: h("input", { type: "number", name: "slow_ms", min: 0, step: "any", placeholder: "any", inputmode: "decimal" }),
@@ -28,6 +29,7 @@ export function createFilters(/** @type {Context} */ context) {
     { class: "filters", role: "search", "aria-label": "Filter requests", onsubmit, oninput, onchange: apply },
     h("label", {}, "ID ", fields.q),
     h("label", {}, "Model ", fields.model),
+    h("label", {}, "Tenant ", fields.tenant),
     h("label", {}, "Worker ", fields.worker),
     h("label", {}, "State ", fields.state),
     h("label", {}, "TTFT over ", fields.slow_ms, " ms"),
@@ -48,10 +50,11 @@ export function createFilters(/** @type {Context} */ context) {
 
   function apply() {
     clearTimeout(timer);
-    const { q, model, worker, state, slow_ms, failed } = fields;
+    const { q, model, tenant, worker, state, slow_ms, failed } = fields;
     const params = {
       q: q.value.trim(),
       model: model.value.trim(),
+      tenant: tenant.value.trim(),
       worker: worker.value.trim(),
       state: state.value,
       slow_ms: slow_ms.value,

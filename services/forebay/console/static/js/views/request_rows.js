@@ -21,6 +21,7 @@ const ID_HEAD = 12; // characters before the omitted middle
 export const COLUMNS = [
   { id: "when", label: "Submitted", isText: true, title: "When the owner applied the submission, UTC" },
   { id: "request", label: "Request", isText: true },
+  { id: "tenant", label: "Tenant", isText: true, title: "Tenant of the API key" },
   { id: "phase", label: "State", isText: true },
   { id: "where", label: "Worker", isText: true },
   { id: "prompt", label: "Prompt", title: "Prompt tokens, and the share that the engine found in its cache" },
@@ -38,7 +39,7 @@ export function scaleOf(/** @type {Server.RequestRow[]} */ rows, /** @type {numb
 
 export function createRow() {
   const cells = COLUMNS.map((column) => h("td", { role: "cell", class: `${column.id}${column.isText ? " t" : ""}`, "data-label": column.label }));
-  const [, request, phase, , prompt, , , , , life] = cells;
+  const [, request, , phase, , prompt, , , , , life] = cells;
   request.append(h("a", { class: "request-id" }), " ", h("span", { class: "soft" }));
   phase.append(badge(), " ", h("span", { class: "soft reason" }));
   prompt.append(h("span"), h("span", { class: "soft share" }));
@@ -47,7 +48,7 @@ export function createRow() {
 }
 
 export function updateRow(element, /** @type {Server.RequestRow} */ row, /** @type {RowView} */ { moment, group, endUs, scaleUs, departed }) {
-  const [when, request, phase, where, prompt, ttft, output, itl, total, life] = element.children;
+  const [when, request, tenant, phase, where, prompt, ttft, output, itl, total, life] = element.children;
   const isDeparted = departed.has(row.number);
   put(element, "class", isDeparted ? "departed" : null);
   setText(when, clock(row.submitted_us));
@@ -57,6 +58,8 @@ export function updateRow(element, /** @type {Server.RequestRow} */ row, /** @ty
   put(link, "title", row.request_id);
   put(link, "href", linkTo("requests", row.number, { id: row.request_id }, moment.atUs));
   setText(request.children[1], detailsOf(row, group));
+  setText(tenant, row.tenant || "–");
+  put(tenant, "title", row.tenant || null);
   updateBadge(phase.children[0], row.state);
   setText(phase.children[1], isDeparted ? "no longer matches" : reasonOf(row));
   setText(where, row.worker_id && row.rank ? `${row.worker_id}/${row.rank}` : row.worker_id || "–");

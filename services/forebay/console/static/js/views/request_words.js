@@ -67,6 +67,9 @@ export function submissionFacts(/** @type {Server.Explanation} */ explanation, /
   if (row?.itl_us) facts.push(["ITL", `${duration(row.itl_us)} on average`]);
   if (submitted.timeout_us !== null) facts.push(["Deadline", `after ${duration(submitted.timeout_us)}`]);
   if (submitted.now_us !== null) facts.push(["Submitted", `${dateTime(submitted.now_us)} UTC`]);
+  if (submitted.tenant) facts.push(["Tenant", submitted.tenant]);
+  if (submitted.key_id) facts.push(["API key", submitted.key_id]);
+  if (submitted.traceparent) facts.push(["Trace context", submitted.traceparent]);
   const hints = Object.entries(submitted.hints).map(([name, value]) => `${name} ${valueText(value)}`);
   if (hints.length) facts.push(["Hints", hints.join(", ")]);
   facts.push(["Tie seed", submitted.tie_seed]);
