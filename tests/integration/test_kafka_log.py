@@ -410,7 +410,7 @@ async def test_credentials_are_used_and_wrong_ones_are_reported(local_kafka: Bro
     await log.close()
     wrong = KafkaSettings(local_kafka.sasl_address, namespace, {**properties, "sasl.password": "guess"})
     for attempt in (KafkaLog.open(wrong), create_topics(wrong, PLAN, [])):
-        with pytest.raises(KafkaUnusable, match="user name and password"):
+        with pytest.raises(KafkaUnusable, match=r"check sasl\.username and sasl\.password"):
             await attempt
 
 

@@ -34,6 +34,7 @@ COMMANDS: dict[str, dict[str, str | Subcommands]] = {
                 "create": "command:TopicsCreateCommand",
                 "list": "command:TopicsListCommand",
                 "tail": "command:TopicsTailCommand",
+                "acls": "command:TopicsAclsCommand",
             },
         ),
         "dead-letters": Subcommands(

@@ -100,6 +100,26 @@ class TopicsTailCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TopicsAclsCommand:
+    """List the permissions that each kind of process needs on topics and consumer groups, as ACLs of Kafka.
+
+    The table needs no broker. A `*` at the end of a name stands for any rest of it.
+    """
+
+    RUN: ClassVar = "topics:run_acls"
+
+    kafka: KafkaOptions
+    user: Annotated[
+        list[str] | None,
+        Option(
+            metavar="ROLE=NAME",
+            help="Kafka user of a role. Default: the name of the role. Repeatable, also for several users of a role.",
+        ),
+    ] = None
+    apply: Annotated[bool, Option("--apply", help="Create the ACLs on the broker. Existing ACLs stay.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLettersListCommand:
     """List dead letters, newest first, or show one with its record, and whether it can be retried."""
 

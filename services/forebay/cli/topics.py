@@ -7,7 +7,7 @@ import click
 import msgspec
 from aiokafka.admin import AIOKafkaAdminClient
 
-from forebay.cli.command import TopicsCreateCommand, TopicsListCommand, TopicsTailCommand
+from forebay.cli.command import TopicsAclsCommand, TopicsCreateCommand, TopicsListCommand, TopicsTailCommand
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import Recording, Source, kafka_log
 from forebay.cli.common.tables import print_table
@@ -19,6 +19,7 @@ from forebay.processes.notices import complain
 from forebay.transport.base import Log, Record
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import RouterHeartbeats
+from forebay.transport.kafka.acls import ROLES, acls_of, create_acls
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import count_topics, create_topics, partitions_of, plan_of
 from forebay.transport.readable import readable
@@ -67,6 +68,28 @@ def run_tail(options: TopicsTailCommand) -> None:
     recording = options.source.recording(options.where, "TOPIC")
     with explained():
         asyncio.run(_tail(recording, options.where[-1], options))
+
+
+def run_acls(options: TopicsAclsCommand) -> None:
+    users: dict[str, list[str]] = {}
+    for given in options.user or ():
+        role, _, name = given.partition("=")
+        if role not in ROLES:
+            fail(f"--user {given}: {unknown_name('role', role, list(ROLES))}")
+        if not name:
+            fail(f"--user {given}: expected ROLE=NAME")
+        users.setdefault(role, []).append(name)
+    with explained():
+        settings = options.kafka.settings()
+        acls = [
+            one for role in ROLES for name in users.get(role, [role]) for one in acls_of(settings, ROLES[role], name)
+        ]
+        if options.apply:
+            asyncio.run(create_acls(settings, acls))
+    if options.apply:
+        click.echo(f"created {len(acls)} ACLs on {settings.bootstrap}")
+    else:
+        print_table(("user", "resource", "name", "operation"), (one.described() for one in acls))
 
 
 def _list_lags(source: Source, *, json: bool) -> None:

@@ -15,6 +15,7 @@ from forebay.indexer.prompts import Tokenizers
 from forebay.ingress.http.guards import allowed_hosts
 from forebay.ingress.http.server import build_server, listen
 from forebay.live.indexer.faust_app import IndexerApp
+from forebay.live.indexer.faust_batches import GROUP
 from forebay.live.indexer.indexer import Indexer
 from forebay.processes.metrics_server import process_registry
 from forebay.processes.notices import announce
@@ -23,6 +24,7 @@ from forebay.processes.shutdown import CLOSE_S, ending_within
 from forebay.transport.base import LogError, LogUnavailable
 from forebay.transport.directory import Directory
 from forebay.transport.kafka.errors import explain, is_transient
+from forebay.transport.kafka.group import require_joinable
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.models import ModelStore
 
@@ -52,6 +54,7 @@ class IndexerSettings:
 async def run(settings: IndexerSettings) -> None:
     """Serve until SIGINT or SIGTERM. Raises ConfigError or LogError."""
     indexer = Indexer(process_registry(), settings.policies)
+    await require_joinable(settings.kafka, GROUP)
     await until_signal(serve(settings, indexer), _stay_member(settings, indexer))
 
 

@@ -39,6 +39,7 @@ FETCH_WAIT_MS = 500  # a quiet member sends two fetches per second
 # Between two batches of records, because Faust's cost is per batch more than per record. Neither the index nor the load
 # needs fresher state. aiokafka delays a busy partition behind quiet ones only if records wait for 100 ms.
 GATHER_S = 0.05
+GROUP = "indexer"  # name of the consumer group, without the namespace
 SESSION_MS = 6_000  # a dead member is replaced after this time
 HEARTBEAT_MS = 500  # members learn of a rebalance within this time
 REBALANCE_MS = 10_000
@@ -155,7 +156,7 @@ class BatchedApp(faust.App):  # type: ignore[misc]
         self.kafka = kafka
         self.poll_interval_ms = poll_interval_ms
         super().__init__(
-            kafka.topic("indexer"),
+            kafka.topic(GROUP),
             broker=[f"kafka://{server.strip()}" for server in kafka.bootstrap.split(",")],
             broker_credentials=_credentials(kafka),
             broker_session_timeout=SESSION_MS / 1000,

@@ -45,6 +45,7 @@ _PERMANENT = """
 128 INVALID_REGULAR_EXPRESSION, 130 STREAMS_INVALID_TOPOLOGY, 132 STREAMS_TOPOLOGY_FENCED
 """
 PERMANENT_CODES: Mapping[int, str] = {int(code): name for code, name in map(str.split, _PERMANENT.split(","))}
+DENIED_CODES = frozenset({29, 30, 31, 53})
 # Whether an error that a client raised by itself is transient. A subclass that is not listed has the verdict of its
 # nearest listed base.
 CLIENT_ERRORS: Mapping[type[KafkaError], bool] = {
@@ -105,7 +106,12 @@ def log_error(error: BaseException, text: str) -> LogError:
     return LogUnavailable(text) if is_transient(error) else LogError(text)
 
 
+def is_denied(error: BaseException) -> bool:
+    """Return whether the broker has no ACL that permits the operation."""
+    return isinstance(error, BrokerResponseError) and error.errno in DENIED_CODES
+
+
 def explain(error: BaseException) -> str:
     """Return the message of a Kafka error as one line, or its type if the message is empty."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"{text}: an ACL is missing; `forebay topics acls` lists the ACLs of each role" if is_denied(error) else text

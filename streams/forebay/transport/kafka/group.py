@@ -21,7 +21,7 @@ from forebay.transport.kafka.errors import explain, is_transient, log_error
 from forebay.transport.kafka.settings import REQUEST_MS, KafkaSettings
 from forebay.transport.kafka.start import start_whole, stop_within
 from forebay.transport.kafka.tail import record_of
-from forebay.transport.kafka.topics import unreachable
+from forebay.transport.kafka.topics import connected_admin, unreachable
 from forebay.transport.patience import RETRY_S, until_available
 
 logger = logging.getLogger(__name__)
@@ -229,6 +229,18 @@ class KafkaGroup:
     def _switch(self, partition: int, *, on: bool) -> None:
         if self._is_ours(partition):
             (self._member.resume if on else self._member.pause)(self._place(partition))
+
+
+async def require_joinable(settings: KafkaSettings, name: str) -> None:
+    """Raise LogError if the user of this program may not join a consumer group, for which Faust would wait for ever."""
+    admin = await connected_admin(settings)
+    try:
+        await admin.find_coordinator(settings.topic(name))
+    except (KafkaError, OSError) as error:
+        if not is_transient(error):
+            raise LogError(f"this program cannot join {settings.topic(name)}: {explain(error)}") from error
+    finally:
+        await admin.close()
 
 
 async def query_with_retry(query: Callable[[], Awaitable[Response]], problem: str) -> Response:

@@ -102,6 +102,9 @@ def _ssl_context(certificates: Mapping[str, str]) -> "SSLContext":
     from aiokafka.helpers import create_ssl_context  # noqa: PLC0415
 
     try:
+        for name in ("cafile", "certfile", "keyfile"):
+            if name in certificates:
+                Path(certificates[name]).open("rb").close()  # the error of OpenSSL would not name the file
         context: SSLContext = create_ssl_context(**certificates)
     except OSError as error:  # includes ssl.SSLError
         raise KafkaUnusable(f"the certificates of the Kafka properties cannot be used: {error}") from error

@@ -25,7 +25,8 @@ from forebay.events.topics import (
     Topic,
     work_topic,
 )
-from forebay.transport.kafka.errors import error_of, explain, is_transient
+from forebay.transport.certificates import certificate_remedy
+from forebay.transport.kafka.errors import error_of, explain, is_denied, is_transient
 from forebay.transport.kafka.settings import KafkaSettings, KafkaUnreachable, KafkaUnusable
 from forebay.transport.kafka.start import start_whole
 from forebay.transport.kafka.writer import HEADROOM_BYTES, RECORD_BYTES_MAX
@@ -77,7 +78,7 @@ def planned(plan: TopicPlan, pools: Sequence[str]) -> list[tuple[Topic, int, dic
 
 async def create_topics(settings: KafkaSettings, plan: TopicPlan, pools: Sequence[str]) -> list[str]:
     """Create the missing topics, wait until the broker lists them, and return their names. Raises KafkaUnusable."""
-    admin = await _admin(settings)
+    admin = await connected_admin(settings)
     try:
         created = await _create(admin, settings, plan, pools)
         await _until_known(admin, created)
@@ -115,7 +116,7 @@ async def partitions_of(settings: KafkaSettings) -> dict[str, int]:
 
 
 async def _described(settings: KafkaSettings) -> tuple[dict[str, int], dict[str, int]]:
-    admin = await _admin(settings)
+    admin = await connected_admin(settings)
     try:
         described = await admin.describe_topics()
     except (KafkaError, OSError) as error:
@@ -198,7 +199,8 @@ async def _until_known(admin: AIOKafkaAdminClient, names: list[str]) -> None:
             await asyncio.sleep(KNOWN_POLL_S)
 
 
-async def _admin(settings: KafkaSettings) -> AIOKafkaAdminClient:
+async def connected_admin(settings: KafkaSettings) -> AIOKafkaAdminClient:
+    """Return an admin client, which the caller closes. Raises KafkaUnusable if the broker cannot be used."""
     admin = AIOKafkaAdminClient(**settings.client_options())
     try:
         await start_whole(admin.start, admin.close)
@@ -226,11 +228,19 @@ logging.getLogger("aiokafka").addFilter(bootstrap_errors)
 def unreachable(settings: KafkaSettings, error: Exception) -> KafkaUnusable:
     """Return the error for a failed connection. Its message says what to check."""
     reason = bootstrap_errors.last if "Unable to bootstrap" in str(error) else explain(error)
-    hint = "check that it runs and its address"
-    if "sasl_mechanism" in settings.client_options():
-        hint += ", and the user name and password"
     kind = KafkaUnreachable if is_transient(error) else KafkaUnusable
-    return kind(f"Kafka at {settings.bootstrap} cannot be used ({reason}); {hint}")
+    return kind(f"Kafka at {settings.bootstrap} cannot be used ({reason}); {_remedy(settings, reason, error)}")
+
+
+def _remedy(settings: KafkaSettings, reason: str, error: Exception) -> str:
+    if is_denied(error):
+        return "ask its operator for the permission"
+    if remedy := certificate_remedy(reason, "Kafka", "ssl.ca.location"):
+        return remedy
+    if "SaslAuthenticationFailed" in reason:
+        return "check sasl.username and sasl.password"
+    hint = "check that it runs and its address"
+    return f"{hint}, and the user name and password" if "sasl_mechanism" in settings.client_options() else hint
 
 
 def _config(topic: Topic, replication: int) -> dict[str, str]:

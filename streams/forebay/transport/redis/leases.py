@@ -13,6 +13,7 @@ import fakeredis
 import redis
 
 from forebay.transport.base import Lease, LeaseError
+from forebay.transport.certificates import certificate_remedy
 
 LeaseKind = Literal["worker", "ingress"]
 # The keys of a lease live for KEPT_TTLS times its TTL plus KEPT_MS after a renewal, so a new owner sees expired leases.
@@ -207,12 +208,20 @@ def _unescape(part: str) -> str:
     return part.replace("%3A", ":").replace("%25", "%")
 
 
+def _remedy(error: Exception) -> str:
+    if isinstance(error, redis.exceptions.AuthenticationError | redis.exceptions.AuthorizationError):
+        return "check the user and the password in its URL"
+    return certificate_remedy(str(error), "Redis", "ssl_ca_certs in its URL") or (
+        "check its address and that it is running"
+    )
+
+
 @contextlib.contextmanager
 def _lease_errors() -> Iterator[None]:
     try:
         yield
     except (redis.ConnectionError, redis.TimeoutError) as error:
-        raise LeaseError(f"Redis cannot be reached ({error}); check its address and that it is running") from error
+        raise LeaseError(f"Redis cannot be reached ({error}); {_remedy(error)}") from error
     except redis.RedisError as error:
         raise LeaseError(
             f"Redis rejected a command ({error}); check its version (6 or later) and its memory"
