@@ -92,7 +92,7 @@ def read_properties(path: Path) -> dict[str, str]:
             continue
         name, equals, value = text.partition("=")
         if not equals or not name.strip():
-            raise KafkaUnusable(f"{path}:{number}: got {text!r}, expected name=value")
+            raise KafkaUnusable(f"{path}:{number}: expected name=value")
         properties[name.strip()] = value.strip()
     return properties
 
