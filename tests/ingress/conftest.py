@@ -32,6 +32,7 @@ from forebay.events.tokens import (
     AttemptStarted,
     CommandResponse,
     PrefilledBy,
+    RequestLocated,
     ResponseEnded,
     ResponseError,
     TokenChunk,
@@ -182,6 +183,18 @@ class Scene:
         output = self.emit_text(name, text, first=first)
         self.end(name, output=output, **end)
         return output
+
+    def locate(self, request: RequestSubmitted, earlier: int, slot: int = SLOT) -> None:
+        """Play the owner, which knows the idempotency key of a request from the request at the offset `earlier`."""
+        event = RequestLocated(
+            request_id=request.request_id,
+            partition=0,
+            offset=earlier,
+            owner_epoch=1,
+            group=NAME,
+            reply_key=request.reply_key,
+        )
+        self.log.append_soon([Draft(TOKENS.name, slot, encode(TOKENS, event))])
 
     def start(self, path: str, body: Any, **headers: str) -> "asyncio.Task[httpx.Response]":
         return asyncio.create_task(self.client.post(path, json=body, headers=headers))

@@ -93,18 +93,6 @@ class Ingresses(Scene):
             received = [await anext(lines) for _ in range(3 * len(self.model.encode(output)))]
         return await beginning, "\n".join([*received, ""])
 
-    def locate(self, request: RequestSubmitted, earlier: int, slot: int = SLOT) -> None:
-        """Play the owner, which knows the idempotency key of a request from the request at the offset `earlier`."""
-        event = RequestLocated(
-            request_id=request.request_id,
-            partition=0,
-            offset=earlier,
-            owner_epoch=1,
-            group=NAME,
-            reply_key=request.reply_key,
-        )
-        self.log.append_soon([Draft(TOKENS.name, slot, encode(TOKENS, event))])
-
     def submissions(self) -> list[RequestSubmitted]:
         return self.requests(RequestSubmitted)
 

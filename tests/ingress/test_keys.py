@@ -2,9 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from forebay.ingress.key_file import read_keys
 from forebay.ingress.metrics import IngressMetrics
 from forebay.replay.status import GroupStatus, TenantStatus, read_status
 from forebay.runtime.errors import ConfigError
-from forebay.transport.keys import KeyBook
 from tests.harness.fake_runtime import FakeRuntime
 from tests.harness.memory_log import memory_log
 from tests.harness.only_model import OnlyModel
@@ -42,36 +39,13 @@ from tests.ingress.conftest import (
     chat,
     client_of,
     error,
-    make_scene,
     text,
 )
+from tests.ingress.keyed import bearer, key_of, keyed
 from tests.live.shared import background
 from tests.system import until
 
 MODELS = "/v1/models"
-
-
-def key_of(name: str, **fields: Any) -> KeySet:
-    """Return the event of the key `fb-NAME` of the tenant NAME."""
-    return KeySet(**{"key_hash": sha256(f"fb-{name}".encode()).hexdigest(), "tenant": name, **fields})
-
-
-def bearer(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer fb-{name}"}
-
-
-@asynccontextmanager
-async def keyed(*keys: KeySet, **settings: Any) -> AsyncIterator[tuple[Scene, KeyBook]]:
-    """Yield an ingress that follows the topic with these keys, and a book that writes to the topic."""
-    async with make_scene(**settings) as scene:
-        del scene.client.headers["authorization"]
-        book = KeyBook(scene.log)
-        await book.start()
-        for key in keys:
-            await book.set(key)
-        await scene.front.keys.start()
-        async with background(scene.front.keys.run()):
-            yield scene, book
 
 
 async def code_of(client: httpx.AsyncClient, headers: dict[str, str], path: str = MODELS) -> tuple[int, str]:

@@ -6,6 +6,7 @@ from forebay.ingress.admission import IngressAdmission
 from forebay.ingress.api_keys import ApiKeys
 from forebay.ingress.body_limits import VALUES_MAX, BodyLimits, BodyMemory
 from forebay.ingress.drain import IngressDrain
+from forebay.ingress.limits import LimitsOfKeys
 from forebay.ingress.media.fetch import MediaFetcher
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
@@ -15,6 +16,7 @@ from forebay.ingress.streams import ReplySlot, ReplySlots
 from forebay.ingress.tokenizer import TokenizerPool
 from forebay.transport.answers import AnswerStore
 from forebay.transport.base import Log
+from forebay.transport.limits import LimitStore, MemoryLimits
 
 BACKGROUND_MAX = 1_024  # responses whose clients have disconnected and that are rendered to the end, to be kept
 CONTEXT_TOKENS_MAX = 2_000_000  # of models that are not known yet, for the number of values in a body
@@ -26,15 +28,23 @@ class Front:
     Attributes:
         answers: the kept answers.
         keys: the API keys, which another task keeps current.
+        limits: the limits of the keys.
         in_background: number of responses that are rendered although their clients have disconnected.
 
     Args:
         reply_from: first offset of the reply slot to read.
         model: the only model of the process, None if requests name one of several.
+        limit_store: counts for the limits of keys, by default in memory.
     """
 
     def __init__(
-        self, log: Log, settings: IngressSettings, metrics: IngressMetrics, reply_from: int, model: Model | None = None
+        self,
+        log: Log,
+        settings: IngressSettings,
+        metrics: IngressMetrics,
+        reply_from: int,
+        model: Model | None = None,
+        limit_store: LimitStore | None = None,
     ) -> None:
         self.log = log
         self.settings = settings
@@ -50,6 +60,7 @@ class Front:
             metrics.key_file_unusable.inc,
             is_required=settings.requires_key,
         )
+        self.limits = LimitsOfKeys(limit_store or MemoryLimits(), settings.incarnation, metrics)
         self.in_background = 0
         self.drain = IngressDrain()
         self.admission = IngressAdmission(metrics)
@@ -64,11 +75,12 @@ class Front:
         self.fetcher = MediaFetcher(settings.media)
 
     async def run(self) -> None:
-        """Dispatch the events of the reply slot, and follow the kept answers, until cancelled. Raises LogError."""
+        """Dispatch events of the reply slot, follow kept answers and read limits, until cancelled. Raises LogError."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.slot.run())
                 tasks.create_task(self.answers.run())
+                tasks.create_task(self.limits.run(self.keys.tenants))
         finally:
             self.slots.stop()
             await self.fetcher.close()

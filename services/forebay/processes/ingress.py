@@ -28,7 +28,7 @@ from forebay.ingress.settings import IngressSettings
 from forebay.processes.listening import Hosts, listening, serve_http
 from forebay.processes.metrics_server import process_registry
 from forebay.processes.notices import announce, complain
-from forebay.processes.service import Cluster, connected, leases_at, until_signal
+from forebay.processes.service import Cluster, connected, leases_at, limits_at, until_signal
 from forebay.processes.shutdown import STOP_S, stop_notice
 from forebay.runtime.errors import ConfigError
 from forebay.transport.directory import Directory
@@ -121,7 +121,8 @@ async def _serve(
         if model is None:
             await store.start()
         metrics = IngressMetrics(registry, None if model is None else settings.model_name)
-        front = Front(log, settings, metrics, await log.end(TOKENS.name, slot), model)
+        limit_store = limits_at(cluster.redis_url, cluster.kafka.namespace)
+        front = Front(log, settings, metrics, await log.end(TOKENS.name, slot), model, limit_store)
         await front.keys.start()
         keeper = LeaseKeeper(leases_at(cluster.redis_url, cluster.kafka.namespace, "ingress"))
         leases = IngressLeases(keeper, settings)

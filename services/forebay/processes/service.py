@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import redis
+import redis.asyncio
 from prometheus_client import CollectorRegistry
+from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -29,6 +31,7 @@ from forebay.transport.kafka.log import FLUSH_S, KafkaLog, KafkaMetrics
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicCounts, count_topics
 from forebay.transport.redis.leases import LeaseKind, RedisLeases
+from forebay.transport.redis.limits import RedisLimits
 
 REDIS_TIMEOUT_S = 0.5  # a renewal that hangs is retried long before the lease expires
 
@@ -53,6 +56,18 @@ def leases_at(url: str, namespace: str, kind: LeaseKind = "worker") -> RedisLeas
             retry=Retry(NoBackoff(), 1),
         )
     return RedisLeases(client, namespace, kind)
+
+
+def limits_at(url: str, namespace: str) -> RedisLimits:
+    """Return a client for the limits of API keys in Redis. It connects later. Raises ConfigError for a bad URL."""
+    with prefixed(f"--redis {without_passwords(url)}"):
+        client = redis.asyncio.Redis.from_url(
+            url,
+            socket_timeout=REDIS_TIMEOUT_S,
+            socket_connect_timeout=REDIS_TIMEOUT_S,
+            retry=AsyncRetry(NoBackoff(), 1),
+        )
+    return RedisLimits(client, namespace)
 
 
 @asynccontextmanager

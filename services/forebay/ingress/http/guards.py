@@ -35,7 +35,11 @@ ORIGIN = re.compile(r"(https?)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]{0
 PREFLIGHT_S = 600  # for which a browser keeps the result of a preflight request
 METHODS = b"GET, POST, DELETE"
 # Headers of responses, in addition to the usual ones.
-READABLE = b"x-request-id, request-id, x-forebay-worker, retry-after, x-should-retry, idempotency-replayed"
+READABLE = b"x-request-id, request-id, x-forebay-worker, retry-after, x-should-retry, idempotency-replayed" + b"".join(
+    b", x-ratelimit-%b-%b" % (kind, name)
+    for kind in (b"limit", b"remaining", b"reset")
+    for name in (b"requests", b"tokens")
+)
 
 
 def allowed_origins(given: tuple[str, ...]) -> frozenset[str]:

@@ -15,9 +15,10 @@ from typing import NamedTuple
 from msgspec.structs import replace
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forebay import runtime
+from forebay.events.keys import KeySet
 from forebay.events.request_ids import NUMBER_BYTES, RequestLocation, client_id_of, http_request_id
 from forebay.events.requests import RequestSubmitted
 from forebay.ingress.access_log import add_fields
@@ -31,6 +32,7 @@ from forebay.ingress.http.idempotency import REPLAYED, Idempotency, idempotency_
 from forebay.ingress.http.queries import respond_to_query
 from forebay.ingress.http.response import AttachedResponse, OneResponse, PartsResponse
 from forebay.ingress.http.responses import BackgroundResponse, snapshot, with_history
+from forebay.ingress.limits import LimitsOfKeys, Reservation
 from forebay.ingress.loaded_model import LoadedModel
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.prepare import PreparedRequest
@@ -61,6 +63,8 @@ class RunRoutes:
             return
         front = self._models.front
         try:
+            if (key := caller_of(scope).key) is not None:
+                send = _with_limits(send, front.limits, key)
             front.admission.enter(is_read=kind is None)
         except ApiError as error:
             front.metrics.reject(error.code)
@@ -107,7 +111,7 @@ async def respond(request: Request, models: ServedModels, finder: RequestFinder,
             replies_early = bool(body.background and not body.stream)
         prepared = await model.prepare(body, request.headers.items(), name, caller)
         add_fields(request.scope, model=body.model)
-        run = _Run(request.url.path, model, finder, prepared, began_s, body.outlives, replies_early)
+        run = _Run(request.url.path, model, finder, prepared, began_s, body.outlives, replies_early, caller.key)
     return await run.submit(request_id, idempotency)
 
 
@@ -117,6 +121,7 @@ class _Run(NamedTuple):
     Attributes:
         outlives: whether the request outlives its connection.
         replies_early: whether the client gets a response as soon as the request is on the log.
+        key: API key of a tenant, whose limits apply.
     """
 
     path: str
@@ -126,20 +131,43 @@ class _Run(NamedTuple):
     began_s: float
     outlives: bool
     replies_early: bool
+    key: KeySet | None
 
     async def submit(self, request_id: str, idempotency: Idempotency | None) -> Response:
         """Submit the request with a new id, and return its unsent response. Raises ApiError."""
+        reservation = await self._reserve()
+        try:
+            return await self._submit(request_id, idempotency, reservation)
+        except BaseException:
+            if reservation is not None:
+                reservation.release()
+            raise
+
+    async def _reserve(self) -> Reservation | None:
+        """Count the request for the limits of its key, with all tokens that it may use. Raises ApiError."""
+        rendering = self.prepared[0].rendering
+        assert rendering is not None, "the first part of a response has its rendering"
+        output = sum(part.sampling.max_tokens for part in self.prepared if part.task == "generate")
+        return await self.model.group.front.limits.admit(self.key, rendering.prompt_tokens, output)
+
+    async def _submit(
+        self, request_id: str, idempotency: Idempotency | None, reservation: Reservation | None
+    ) -> Response:
         group, parts = self.model.group, self._submissions(request_id, idempotency)
         fold = self.model.fold(parts[0])
         replay = None if idempotency is None else partial(self._replay, request_id, idempotency)
         recorder = Recorder() if fold.rendering.is_kept else None
         if len(parts) > 1:
-            return PartsResponse(group, fold, parts, self.began_s, recorder=recorder, replay=replay)
+            return PartsResponse(
+                group, fold, parts, self.began_s, recorder=recorder, replay=replay, reservation=reservation
+            )
         (first,) = parts
         recorded = None if recorder is None else RecordedStream(first.reply_key, first.request_id, recorder)
         stream = await group.submit(first, recorded)
         response = BackgroundResponse if self.replies_early else OneResponse
-        return response(group, fold, first, stream, self.began_s, recorder=recorder, replay=replay)
+        return response(
+            group, fold, first, stream, self.began_s, recorder=recorder, replay=replay, reservation=reservation
+        )
 
     def _submissions(self, request_id: str, idempotency: Idempotency | None) -> list[RequestSubmitted]:
         """Return the events of all parts, with the idempotency key, and with what the body says about their end."""
@@ -167,6 +195,17 @@ class _Run(NamedTuple):
             return AttachedResponse(found, self.began_s, headers=REPLAYED)
         except (ApiError, LogError) as error:
             return error_response(self.model.group.front, error, self.path)
+
+
+def _with_limits(send: Send, limits: LimitsOfKeys, key: KeySet) -> Send:
+    """Return a function that sends a message, and adds the headers about the limits of a key to the head."""
+
+    async def send_limited(message: Message) -> None:
+        if message["type"] == "http.response.start" and (headers := limits.headers(key)):
+            message = {**message, "headers": [*message["headers"], *headers]}
+        await send(message)
+
+    return send_limited
 
 
 def error_response(front: Front, error: Exception, path: str) -> Response:

@@ -33,6 +33,7 @@ from forebay.ingress.finder import FoundRequest
 from forebay.ingress.formatter import StreamEvent
 from forebay.ingress.front import BACKGROUND_MAX
 from forebay.ingress.group import GroupClient
+from forebay.ingress.limits import Reservation
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.prepare import part_nonce, tie_seed_of
 from forebay.ingress.recorder import RecordedStream, Recorder
@@ -68,6 +69,7 @@ class OneResponse(Response):
         first: the first part of the request.
         stream: receives the output.
         recorder: records the output for a kept answer.
+        reservation: what the request counts for the limits of its API key.
         replay: used if the owner locates an earlier request with the same idempotency key.
     """
 
@@ -81,8 +83,10 @@ class OneResponse(Response):
         *,
         recorder: Recorder | None = None,
         replay: Replay | None = None,
+        reservation: Reservation | None = None,
     ) -> None:
         self.background = None
+        self._reservation = reservation
         self._group = group
         self._metrics = group.metrics
         self._fold = fold
@@ -121,6 +125,8 @@ class OneResponse(Response):
             self._close()
             self._metrics.inflight.dec()
             self._group.front.in_background -= self._is_in_background
+            if self._reservation is not None:
+                self._settle(self._reservation)
             if status:
                 self._count(status)
             self._add_fields(scope)
@@ -131,6 +137,16 @@ class OneResponse(Response):
             await replayed(scope, receive, send)
         elif self._recorder is not None:
             await self._keep(self._recorder)
+
+    def _settle(self, reservation: Reservation) -> None:
+        """Count the tokens used for the limits of the API key; all reserved ones if the request may still run."""
+        fold = self._fold
+        has_run = bool(fold.output_tokens or self._stream.worker_id)
+        if self._located is not None or (fold.error is not None and not has_run):
+            reservation.release()
+        else:
+            may_run = not fold.is_over and self._is_started and fold.stream  # until the grace time is over
+            reservation.end(None if may_run else fold.prompt_tokens + fold.output_tokens)
 
     def _add_fields(self, scope: Scope) -> None:
         fold, fields = self._fold, self._fields
