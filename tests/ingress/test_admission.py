@@ -14,7 +14,14 @@ from prometheus_client import CollectorRegistry
 from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.ingress import group
 from forebay.ingress.access_log import LOGGER
-from forebay.ingress.admission import BURST_S, POOL_FULL, RETRY_AFTER_S_MAX, STARTED_PER_ITERATION, IngressAdmission
+from forebay.ingress.admission import (
+    BURST_S,
+    FULL_S,
+    POOL_FULL,
+    RETRY_AFTER_S_MAX,
+    STARTED_PER_ITERATION,
+    IngressAdmission,
+)
 from forebay.ingress.errors import ApiError
 from forebay.ingress.http.server import build_server, listen
 from forebay.ingress.metrics import IngressMetrics
@@ -61,10 +68,22 @@ async def test_a_burst_is_prepared_gradually_without_rejections(scene: Scene) ->
 
 async def test_other_routes_are_served_while_requests_are_rejected(scene: Scene) -> None:
     scene.front.admission.enter()
-    scene.group.full.mark()
+    scene.group.full.mark("")
     assert (await scene.client.post("/v1/completions", json={})).status_code == 429
     assert (await scene.client.get("/v1/models")).status_code == 200
     assert (await scene.client.get("/live")).status_code == 200
+
+
+def test_a_full_pool_rejects_only_the_tenant_whose_request_was_rejected() -> None:
+    now_s = 0.0
+    admission = IngressAdmission(IngressMetrics(CollectorRegistry(), NAME), lambda: now_s)
+    admission.enter(tenant="flood")
+    admission.full.mark("flood")
+    with pytest.raises(ApiError, match="are full"):
+        admission.enter(tenant="flood")
+    admission.enter(tenant="other")
+    now_s = 2 * FULL_S
+    admission.enter(tenant="flood")
 
 
 async def test_requests_that_would_wait_too_long_are_rejected() -> None:

@@ -370,7 +370,7 @@ async def test_searches_for_many_ids_share_a_pass_and_are_admitted(
         return await read(topic, *place)
 
     monkeypatch.setattr(both.log, "read", gated)
-    both.front.admission.full.mark()
+    both.front.admission.full.mark("")
     wanted = [(method, f"/v1/requests/r{number}{path}") for number in range(20) for method, path in ROUTES]
     searching = [asyncio.create_task(both.client.request(*one)) for one in wanted]
     await until(lambda: both.front.admission.in_flight == len(wanted))

@@ -41,7 +41,7 @@ from forebay.transport.kafka.group import query_with_retry
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.producer import Producer
 from forebay.transport.kafka.protocol import FETCH, PRODUCE
-from forebay.transport.kafka.settings import KafkaSettings
+from forebay.transport.kafka.settings import KafkaSettings, KafkaUnusable
 from forebay.transport.kafka.start import start_whole, stop_within
 from forebay.transport.kafka.topics import TopicPlan, planned
 from forebay.transport.kafka.wire import Channel, Fetched, ProducerId, Wire
@@ -113,6 +113,13 @@ def append_until_full(log: KafkaLog) -> int:
         except LogFull:
             return number
     raise AssertionError("the log accepts any number of records")
+
+
+@pytest.mark.parametrize("given", [{}, {"sasl.password": "p"}, {"sasl.username": "u"}])
+def test_a_protocol_with_a_password_needs_a_user(given: dict[str, str]) -> None:
+    settings = KafkaSettings("127.0.0.1:1", "n", {"security.protocol": "SASL_SSL", **given})
+    with pytest.raises(KafkaUnusable, match=r"SASL_SSL; set sasl\.username and sasl\.password"):
+        settings.client_options()
 
 
 async def test_records_that_follow_others_count_towards_the_bound(log: KafkaLog, producer: StalledProducer) -> None:

@@ -31,20 +31,28 @@ RETRY_AFTER_S_MAX = 30  # a longer estimate is useless, because the load changes
 
 
 class FullPool:
-    """Whether an ingress assumes that the queue of a pool is full, because the owner just rejected a request."""
+    """For which tenants an ingress assumes that the queue of a pool is full, because the owner just rejected a request.
+
+    A full queue still takes requests of tenants that have queued less than their part of it.
+    """
 
     def __init__(self, in_flight: Callable[[], int], now_s: Callable[[], float] = runtime.monotonic_s) -> None:
         self._in_flight = in_flight
         self._now_s = now_s
-        self._full_from = 0
-        self._full_until_s = -math.inf
+        self._full: dict[str, tuple[int, float]] = {}  # requests in flight and time until which, by tenant, by time
 
-    def __bool__(self) -> bool:
-        return self._in_flight() >= self._full_from and self._now_s() < self._full_until_s
+    def __contains__(self, tenant: str) -> bool:
+        if tenant not in self._full:
+            return False
+        full_from, until_s = self._full[tenant]
+        return self._in_flight() >= full_from and self._now_s() < until_s
 
-    def mark(self) -> None:
-        self._full_from = max(0, self._in_flight() - 1)
-        self._full_until_s = self._now_s() + FULL_S
+    def mark(self, tenant: str) -> None:
+        now_s = self._now_s()
+        self._full.pop(tenant, None)
+        while self._full and next(iter(self._full.values()))[1] <= now_s:
+            del self._full[next(iter(self._full))]
+        self._full[tenant] = max(0, self._in_flight() - 1), now_s + FULL_S
 
     def error(self, retry_after_s: int) -> ApiError:
         text = "all workers and the queue of the pool are full; try again later"
@@ -66,14 +74,14 @@ class IngressAdmission:
         self._window = (now_s(), 0)  # beginning of the window, and requests that ended in it
         self._ended_per_s = 0.0
 
-    def enter(self, count: int = 1, *, is_read: bool = False) -> None:
+    def enter(self, count: int = 1, tenant: str = "", *, is_read: bool = False) -> None:
         """Admit a request, or `count` more choices of it. The caller must call `leave` with the same count at its end.
 
         A request that only reads or cancels others (`is_read`) is admitted although the router's queue is full.
 
         Raises ApiError: 429 if the router's queue is full, 503 if too many requests are in flight or wait.
         """
-        if self.full and not is_read:
+        if tenant in self.full and not is_read:
             raise self.full.error(self.retry_after_s)
         if self.in_flight + count > IN_FLIGHT_MAX or self._is_behind():
             raise ApiError(

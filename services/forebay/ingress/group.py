@@ -136,14 +136,14 @@ class GroupClient:
             raise ApiError(503, "no_owner", NO_OWNER)
         return partition
 
-    def require_capacity(self, endpoint: str) -> None:
-        """Raise ApiError (429), and count it for this endpoint, if the pool of the model is assumed to be full.
+    def require_capacity(self, endpoint: str, tenant: str = "") -> None:
+        """Raise ApiError (429), and count it for this endpoint, if the pool is assumed to be full for it.
 
         Of the only model, the admission has checked that before it read the body. Requests of the Kafka API wait in the
         router's queue instead.
         """
         admission = self.front.admission
-        if self.full is not admission.full and self.full:
+        if self.full is not admission.full and tenant in self.full:
             self.metrics.rejected(endpoint)
             raise self.full.error(admission.retry_after_s)
 
@@ -200,13 +200,13 @@ class GroupClient:
         send = partial(self._append, partition, request_id, event)
         return await self.replies.call(RouteResponse, request_id, event.reply_key, send, wait_s)
 
-    def observe(self, error: ApiError) -> ApiError:
+    def observe(self, error: ApiError, tenant: str = "") -> ApiError:
         """Return an error of the owner, with the estimated time for a retry if it concerns the router's queue.
 
-        If the queue of the pool is full, new requests for the model are rejected for a short time.
+        If the queue of the pool is full, new requests of the tenant are rejected for a short time.
         """
         if error.code == POOL_FULL:
-            self.full.mark()
+            self.full.mark(tenant)
         if error.code in QUEUE_CODES:
             error.retry_after_s = self.front.admission.retry_after_s
         return error

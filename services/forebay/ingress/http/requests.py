@@ -63,9 +63,10 @@ class RunRoutes:
             return
         front = self._models.front
         try:
-            if (key := caller_of(scope).key) is not None:
-                send = _with_limits(send, front.limits, key)
-            front.admission.enter(is_read=kind is None)
+            caller = caller_of(scope)
+            if caller.key is not None:
+                send = _with_limits(send, front.limits, caller.key)
+            front.admission.enter(tenant=caller.tenant, is_read=kind is None)
         except ApiError as error:
             front.metrics.reject(error.code)
             if kind is not None:
@@ -104,7 +105,7 @@ async def respond(request: Request, models: ServedModels, finder: RequestFinder,
         idempotency = idempotency_of(request, raw)
         # Of the models of an alias, a repetition must reach the same one.
         model, name = await models.find(body.model, request_id if idempotency is None else idempotency.key)
-        model.group.require_capacity(body.endpoint)
+        model.group.require_capacity(body.endpoint, caller.tenant)
         replies_early = False
         if isinstance(body, ResponsesBody):
             body = await with_history(body, finder, model.group, caller.tenant)

@@ -297,7 +297,7 @@ class OneResponse(Response):
             if fold.error is not None:
                 if was_rejected(stream):
                     self._metrics.rejected(fold.endpoint)
-                raise self._group.observe(fold.error)
+                raise self._group.observe(fold.error, self._first.tenant)
             await stream.ready()
             if stream.located is not None:
                 self._located = RequestLocation(stream.located.partition, stream.located.offset)
@@ -429,7 +429,7 @@ class _OrderedResponse(OneResponse):
         """Return the events of the next changes. Raises ApiError if the response ends with an error."""
         fold, events, self._events = self._fold, self._events, []
         if fold.error is not None:
-            raise self._group.observe(fold.error)
+            raise self._group.observe(fold.error, self._first.tenant)
         while self._has_begun and self._changes and len(events) < EVENTS_MAX and not fold.is_over:
             index, before, has_end = self._changes.popleft()
             stream = self._streams[index]
@@ -443,7 +443,7 @@ class _OrderedResponse(OneResponse):
                 if was_rejected(stream):
                     self._metrics.rejected(fold.endpoint)
                 if not events:
-                    raise self._group.observe(fold.error)
+                    raise self._group.observe(fold.error, self._first.tenant)
         return events
 
 
@@ -466,7 +466,7 @@ class PartsResponse(_OrderedResponse):
         # The middleware has admitted one request. The inputs of an embedding request count as one.
         more = 0 if endpoint == EmbeddingBody.endpoint else self._parts - 1
         try:
-            admission.enter(more)
+            admission.enter(more, self._first.tenant)
         except ApiError as error:
             self._metrics.rejected(endpoint)
             self._failure = error

@@ -69,10 +69,12 @@ class KafkaSettings(msgspec.Struct, frozen=True):
                 certificates[CERTIFICATES[name]] = value
             else:
                 raise KafkaUnusable(unknown_name("Kafka property", name, sorted({*PLAIN, *CERTIFICATES})))
+        protocol = options.get("security_protocol", "PLAINTEXT")
+        if protocol.startswith("SASL") and not ("sasl_plain_username" in options and "sasl_plain_password" in options):
+            raise KafkaUnusable(f"security.protocol is {protocol}; set sasl.username and sasl.password, too")
         if "SSL" in options.get("security_protocol", "").split("_"):
             options["ssl_context"] = _ssl_context(certificates)
         elif certificates:
-            protocol = options.get("security_protocol", "PLAINTEXT")
             raise KafkaUnusable(
                 f"certificates are configured, but security.protocol is {protocol}; set it to SSL or SASL_SSL"
             )
