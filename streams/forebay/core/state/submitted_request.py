@@ -78,7 +78,7 @@ class SubmittedRequest:
             self.hints,
             *((("idempotency_key", self.idempotency_key),) if self.idempotency_key else ()),
             *((self.delivery,) if self.delivery != "worker" else ()),
-            *((("tenant", self.tenant, self.weight),) if self.tenant else ()),
+            *((("tenant", self.tenant, self.weight),) if self.tenant or self.weight != 1 else ()),
             *((("further_ingresses", *self.further_ingresses),) if self.further_ingresses else ()),
             seed=self.content,
         )
