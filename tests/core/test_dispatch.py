@@ -522,6 +522,16 @@ def test_an_owner_of_an_older_version_does_not_know_timeouts_of_classes() -> Non
     assert drive.world.pools["default"].router.queue == QueueConfig(timeout_s=0.5)
 
 
+def test_an_owner_of_an_older_version_does_not_know_tenants() -> None:
+    drive = Driver().fleet("a", queue=QueueConfig(run_ahead=0.0))
+    submit_all(drive, 8)
+    drive("requests", request("new", tenant="acme", weight=3))
+    drive.world.owner_events = TENANTS_SINCE - 1
+    drive("requests", request("old", tenant="acme", weight=3))
+    known = [(drive.active(name).submitted.tenant, drive.active(name).submitted.weight) for name in ("new", "old")]
+    assert known == [("acme", 3), ("", 1)]
+
+
 def test_a_deadline_before_the_queue_timeout_is_reported_as_deadline() -> None:
     drive = Driver().fleet("a", queue=LIMITED)
     submit_all(drive, 10)

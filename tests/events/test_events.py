@@ -21,6 +21,7 @@ from forebay.events.base import (
     unpack_u64,
 )
 from forebay.events.fleet import IngressFact, IngressJoined, IngressLost, WorkerFact, WorkerLost
+from forebay.events.keys import KeySet
 from forebay.events.media import Encoded
 from forebay.events.models import AliasSet, AliasTarget, FileChunk, ModelCard, ModelFile
 from forebay.events.privacy import DROPPED, KEPT, LORA, REQUEST_ID, privacy_rules
@@ -105,6 +106,11 @@ def test_equal_cards_have_equal_digests_and_others_do_not(first: ModelCard, seco
 def test_the_revision_does_not_change_the_digest(card: ModelCard) -> None:
     assert msgspec.structs.replace(card, revision="1f0c").digest() == card.digest()
     assert msgspec.structs.replace(card, dtype="bfloat16").digest() != card.digest()
+
+
+def test_a_key_is_named_by_the_beginning_of_its_hash() -> None:
+    key = KeySet(key_hash="0123456789ab" + "c" * 52, tenant="acme")
+    assert (key.key_id, key.key) == ("0123456789ab", key.key_hash.encode())
 
 
 def test_the_key_of_an_alias_differs_from_that_of_a_card() -> None:

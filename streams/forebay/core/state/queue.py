@@ -147,7 +147,7 @@ class _Line:
 
     def push(self, queued: QueuedRequest) -> None:
         tenant = self.tenants.get(queued.tenant)
-        (self._tenant(queued.tenant) if tenant is None else tenant).push(queued)
+        (self._add_tenant(queued.tenant) if tenant is None else tenant).push(queued)
         self.size += 1
 
     def remove(self, queued: QueuedRequest) -> None:
@@ -233,7 +233,7 @@ class _Line:
         """Set deficits and the order of tenants, before the requests are pushed."""
         self.deficit, self.continues = state.deficit, state.continues
         for one in state.tenants:
-            self._tenant(one.tenant).deficit = one.deficit
+            self._add_tenant(one.tenant).deficit = one.deficit
 
     def settle(self) -> None:
         """Forget the state of tenants that have no requests after a change of the classes."""
@@ -242,10 +242,8 @@ class _Line:
         if not self.size:
             self.deficit = 0
 
-    def _tenant(self, name: str) -> _Tenant:
-        tenant = self.tenants.get(name)
-        if tenant is None:
-            tenant = self.tenants[name] = _Tenant(min(self.kind.quantum, TENANT_QUANTUM), self.policy)
+    def _add_tenant(self, name: str) -> _Tenant:
+        tenant = self.tenants[name] = _Tenant(min(self.kind.quantum, TENANT_QUANTUM), self.policy)
         return tenant
 
     def _settle(self, name: str) -> None:
