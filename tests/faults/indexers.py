@@ -13,6 +13,7 @@ from forebay.events.base import hex_digest
 from forebay.events.decisions import Advanced, JournalRecord, Sealed
 from forebay.events.topics import DECISIONS
 from forebay.journal.records import JournalBroken
+from forebay.journal.snapshots import OtherState
 from forebay.live.indexer.delivered_log import TOPICS
 from forebay.live.indexer.indexer import Indexer
 from forebay.live.indexer.replica import Replica
@@ -44,6 +45,8 @@ class CheckedReplica(Replica):
     async def follow(self) -> None:
         try:
             await super().follow()
+        except OtherState:
+            raise  # a snapshot of another group, after retention has removed the claim; the owner's next one is used
         except JournalBroken as error:
             raise Violation(f"an indexer cannot derive the journal: {error}") from error
 
