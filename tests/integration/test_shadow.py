@@ -13,7 +13,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from forebay.events.codec import DecodeError, decode
 from forebay.events.decisions import RequestRouted
 from forebay.events.shadow import DecisionShadowed, ShadowStarted
-from forebay.events.topics import HEARTBEATS, SHADOW
+from forebay.events.topics import DECISIONS, HEARTBEATS, SHADOW
 from forebay.journal.records import Validity, journal
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
@@ -28,7 +28,8 @@ PATIENCE_S = 60.0
 ASK_EVERY_S = 0.02
 SHADOWS = {"same": ("--set", "temperature=0"), "round": ("--policy", "round-robin")}
 
-BESIDE = {SHADOW.name, HEARTBEATS.name}  # these grow while the cluster is idle
+# These grow while the cluster is idle. The owner journals the last events up to a second after they arrived.
+BESIDE = {SHADOW.name, HEARTBEATS.name, DECISIONS.name}
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 cluster = cluster_fixture("shadow", ("r1", "r2"), ("w1", "w2", "w3"), router=("--snapshot-every", "50"))
@@ -86,7 +87,7 @@ async def until_evaluated_all(cluster: Cluster, log: KafkaLog, name: str) -> Non
 
 
 async def ends(log: KafkaLog) -> dict[str, int]:
-    """Return the end offset of every partition except those of shadows and heartbeats."""
+    """Return the end offset of every partition except those of `BESIDE`."""
     partitions = await partitions_of(log.settings)
     places = [(topic, number) for topic in partitions if topic not in BESIDE for number in range(partitions[topic])]
     return {f"{topic}/{number}": await log.end(topic, number) for topic, number in places}
