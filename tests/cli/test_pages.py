@@ -93,6 +93,8 @@ def test_every_command_and_option_in_the_docs_exists() -> None:
     found = [line for one in lines if (line := re.match(r"(?:\.venv/bin/)?forebay\s+([a-z][^#;&>|]*)", one))]
     assert len(found) > 300
     for words in (one[1].split() for one in found):
+        if words[0] == "bill" and words[1:2] not in (["verify"], ["head"]):
+            words.insert(1, "show")  # the subcommand that `bill` runs without a name
         path = tuple(words[: 1 if (words[0],) in COMMANDS else 2])
         assert path == PLANNED or any(path == one[: len(path)] for one in COMMANDS), words
         named = {word for word in words if re.match("--[a-z]", word)}
