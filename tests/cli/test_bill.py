@@ -120,6 +120,7 @@ def test_wrong_input_has_one_clear_error(tmp_path: Path) -> None:
 
     assert error("verify", log) == f"nothing to verify: {log} has no ledger"
     assert error(log, "--month", "2026-13") == "--month 2026-13: expected YYYY-MM, for example 2026-12"
+    assert "expected YYYY-MM" in error(log, "--month", "9999-12")
     (anchor := tmp_path / "anchor").write_text("{}")
     assert "expected the output of `forebay bill head`" in error("verify", log, "--anchor", anchor)
     anchor.write_text("")

@@ -14,8 +14,9 @@ from prometheus_client import CollectorRegistry
 
 from forebay import runtime
 from forebay.events.keys import KeySet
-from forebay.events.requests import RequestSubmitted
+from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.ingress.errors import ApiError
+from forebay.ingress.http import response
 from forebay.ingress.limits import ANSWER_S, BEAT_S, Reservation, limits_of
 from forebay.ingress.limits import LimitsOfKeys as Limits
 from forebay.ingress.metrics import IngressMetrics
@@ -435,3 +436,53 @@ async def test_embeddings_count_their_prompts() -> None:
         body = {"model": "test-model", "input": "one two three four five six seven eight nine ten"}
         rejected = await scene.client.post(EMBED, json=body, headers=bearer("acme"))
         assert error(rejected) == (400, "limit_exceeded")
+
+
+async def test_slots_that_a_beat_returns_are_not_used_until_the_store_replies() -> None:
+    with clocked() as clock:
+        cluster = Cluster(clock, 2, key_of("acme", in_flight=3))
+        await cluster.arrive(0)
+        cluster.end(0, 0)
+        replies, take = asyncio.Event(), cluster.store.take
+
+        async def slow(ask: Ask) -> Reply:
+            reply = await take(ask)
+            if ask.ingress == "i0":
+                await replies.wait()
+            return reply
+
+        cluster.store.take = slow  # type: ignore[method-assign]
+        beat = asyncio.create_task(cluster.ingresses[0].beat())
+        await asyncio.sleep(0)
+        others = [bool(await cluster.arrive(1)) for _ in range(3)]
+        mine = asyncio.create_task(cluster.arrive(0))
+        await asyncio.sleep(0)
+        replies.set()
+        await beat
+        assert sum(others) + bool(await mine) == 3
+
+
+async def test_a_request_that_outlives_its_client_keeps_its_reservation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response, "BACKGROUND_MAX", 0)
+    key = key_of("acme", tokens_per_minute=200)
+    async with limited(tokens_per_minute=200) as scene:
+        body = {"model": "test-model", "input": "a", "max_output_tokens": 120}
+        pending = scene.start(RESPONSES, body, **bearer("acme"))
+        await scene.next_request()
+        pending.cancel()
+        await until(lambda: not scene.front.admission.in_flight)
+        await scene.front.limits.beat()
+        left = dict(scene.front.limits.headers(key))
+        assert int(left[b"x-ratelimit-remaining-tokens"]) <= 80
+
+
+async def test_a_repeated_request_costs_nothing_for_its_other_choices() -> None:
+    async with limited(requests_per_minute=30) as scene:
+        headers = {**bearer("acme"), "idempotency-key": "a"}
+        pending = scene.start(TEXT, text(n=2, stream=True), **headers)
+        first, second = await scene.next_request(), await scene.next_request()
+        scene.emit_text(second.request_id, " the river")
+        scene.locate(first, 0)
+        await until(lambda: scene.requests(RequestCancelled))
+        pending.cancel()
+        assert [one.output_tokens for one in scene.requests(RequestCancelled)][:1] == [0]

@@ -199,6 +199,26 @@ async def test_the_owners_rejection_is_the_clients_error(picker: PickerScene, st
     assert picker.scene.requests(RequestCancelled) == []
 
 
+async def test_a_request_whose_server_is_lost_before_the_gateway_has_its_name_is_submitted_again(
+    picker: PickerScene,
+) -> None:
+    call = await picker.send(chat())
+    lost = (await picker.scene.next_request()).request_id
+    picker.scene.refuse(lost, 503, "pinned_worker_lost")
+    again = await picker.scene.next_request()
+    assert again.request_id != lost
+    picker.select(again, 1)
+    await call.read_request()
+    assert picker.count("picked") == 1
+
+
+async def test_a_request_that_loses_two_servers_is_rejected(picker: PickerScene) -> None:
+    call = await picker.send(chat())
+    for _ in range(2):
+        picker.scene.refuse((await picker.scene.next_request()).request_id, 503, "pinned_worker_lost")
+    assert await call.rejected() == (503, "pinned_worker_lost")
+
+
 async def test_requests_with_the_same_id_are_different_requests(picker: PickerScene) -> None:
     calls = [await picker.send(chat(), x_request_id="same") for _ in range(2)]
     requests = [await picker.scene.next_request() for _ in calls]

@@ -106,8 +106,8 @@ async def test_the_tenants_with_the_most_requests_are_shown() -> None:
     made.seal()
     requests = (await read_status(await made.log(), 0, "m")).requests
     assert requests.in_flight == 14
-    assert [one.tenant for one in requests.tenants] == ["t11", *(f"t{number:02}" for number in range(9))]
-    assert [(one.in_flight, one.queued) for one in requests.tenants] == [(2, 2), (1, 0), *[(1, 1)] * 8]
+    assert [one.tenant for one in requests.tenants] == ["t11", *(f"t{number:02}" for number in range(11))]
+    assert [(one.in_flight, one.queued) for one in requests.tenants] == [(2, 2), (1, 0), *[(1, 1)] * 10]
 
 
 async def test_a_log_without_an_owner_has_a_status() -> None:

@@ -243,9 +243,9 @@ async def test_a_client_that_leaves_is_charged_what_it_got(passed: list[int | No
 
 @pytest.mark.parametrize(
     ("stream", "how", "charged"),
-    [(False, "failed", 0), (False, "cancelled", 0), (True, "failed", 1), (True, "cancelled", 1), (None, "failed", 1)],
+    [(False, "failed", 0), (False, "cancelled", 1), (True, "failed", 1), (True, "cancelled", 1), (None, "failed", 1)],
 )
-async def test_an_incomplete_response_without_a_stream_costs_nothing(
+async def test_an_incomplete_response_costs_what_a_client_may_have_read(
     stream: bool | None, how: str, charged: int
 ) -> None:
     made = fleet()
@@ -260,6 +260,17 @@ async def test_an_incomplete_response_without_a_stream_costs_nothing(
     assert (entry.requests, entry.incomplete) == (1, 1)
     assert entry.prompt_tokens == charged * request("r", PROMPTS[0]).prompt_tokens
     assert entry.output_tokens == charged
+
+
+async def test_a_client_that_read_at_two_ingresses_and_cancelled_pays_for_all_tokens() -> None:
+    made = fleet()
+    made.ask("r", ingress_incarnation="0", rendering=Rendering(api="completions", model="m", created_s=0, stream=True))
+    made.progress("r", FirstTokenEmitted)
+    made("requests", RequestResumed(request_id="r", ingress_incarnation="1"))
+    made("requests", RequestCancelled(request_id="r", output_tokens=1, ingress_incarnation="0"))
+    made.progress("r", OutputGrown, output_tokens=500)
+    made("requests", RequestCancelled(request_id="r", reason="cancelled by a client"))
+    assert (await entry_of(made)).output_tokens == 500
 
 
 def snapshots(*, then: int) -> Recorder:

@@ -80,7 +80,7 @@ def run_head(options: BillHeadCommand) -> None:
 def _month_us(text: str) -> tuple[int, int]:
     """Return the begin and the end of a month in UTC, in microseconds. Text of another form ends the command."""
     found = MONTH.fullmatch(text)
-    if found is None or found[1] == "0000":
+    if found is None or found[1] == "0000" or text == "9999-12":
         fail(f"--month {text}: expected YYYY-MM, for example 2026-12")
     year, month = int(found[1]), int(found[2])
     ends = [(year, month), (year + month // 12, month % 12 + 1)]

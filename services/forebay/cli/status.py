@@ -31,6 +31,7 @@ from forebay.transport.sqlite.recording import utc
 DERIVED_WITHIN_S = 30.0  # an ingress on Kafka derives the status from the log
 NOT_READY = 1
 WATCH_S = 2.0  # an ingress on Kafka takes a second of CPU time to derive the status
+TENANTS_MAX = 10  # shown as text
 RECENT_US = 2 * 3_600_000_000  # older times are shown without their age
 
 
@@ -154,7 +155,7 @@ def _facts(status: GroupStatus) -> Iterator[tuple[str, str]]:
     requests = status.requests
     phases = ", ".join(f"{count:,} {phase}" for phase, count in requests.by_phase.items())
     yield "requests", f"{requests.in_flight:,} in flight" + (f": {phases}" if phases else "")
-    for tenant in requests.tenants:
+    for tenant in requests.tenants[:TENANTS_MAX]:
         yield "tenant", f"{tenant.tenant}: {tenant.in_flight:,} in flight, {tenant.queued:,} queued"
     for pool in status.pools:
         text = f"{pool.pool}: {pool.role}, policy {pool.policy}, {pool.routed:,} routed, {pool.queued:,} queued"

@@ -184,7 +184,7 @@ class GroupClient:
         except BaseException as error:
             self.replies.close(request_id)
             if isinstance(error, asyncio.CancelledError):  # the append continues, but nobody reads its response
-                self.cancel(request_id, "the server is stopping")
+                self.cancel(request_id, "the server is stopping", output_tokens=0)
             raise
         return stream
 
@@ -280,7 +280,8 @@ class GroupClient:
                 finally:
                     check.cancel()
         except TimeoutError as error:
-            self.cancel(request_id, "log_unavailable")  # the log may still append the request after the client has gone
+            # The log may still append the request after the client has gone.
+            self.cancel(request_id, "log_unavailable", output_tokens=0)
             text = "Kafka did not acknowledge the request in time; try again soon"
             raise ApiError(503, "log_unavailable", text) from error
         except LogFull as error:

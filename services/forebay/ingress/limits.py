@@ -185,6 +185,7 @@ class _Key:
         if self.reply is not None:
             self.correct(self.reply.granted_s, -self._requests, -self._tokens)
         self._requests = self._tokens = 0
+        self._spend_until_s = -math.inf  # the store may give the slots to other ingresses
 
     def correct(self, second: int, requests: int, tokens: int) -> None:
         """Change what the store counts for a second of its clock, with the next call."""

@@ -65,6 +65,7 @@ KINDS: dict[str, type[ChatBody | TextBody]] = {CHAT_PATH: ChatBody, TEXT_PATH: T
 OWNER_CHECK_S = 0.5  # interval in which a request that waits for its server checks that there is an owner
 MOVED_S = 2.0  # for the owner's answer to a move, while the client waits for the headers
 ERROR_BYTES_MAX = 64 << 10
+SERVER_LOST = "pinned_worker_lost"  # error code of the owner when it loses the selected server
 OK, TOO_MANY, SERVER_ERROR = 200, 429, 500
 
 
@@ -136,7 +137,13 @@ class Exchange:
     async def _send(self, *, is_last: bool) -> list[Any]:
         body, self._raw = bytes(self._raw).removeprefix(BOM), bytearray()
         try:
-            self._attempt = await self._select(body)
+            try:
+                self._attempt = await self._select(body)
+            except ApiError as error:
+                if error.code != SERVER_LOST:
+                    raise
+                self._leave()
+                self._attempt = await self._select(body)  # no server has the request yet
             body, self._hides_usage = with_usage(body)
             where = ",".join(filter(None, (self._attempt.endpoint, self._attempt.fallback)))
             self._fallback.count("picked")

@@ -141,8 +141,11 @@ class UsageFold:
                     self._undecided.append(event.request_id)
             case RequestCancelled() if (request := self._open.get(event.request_id)) is not None:
                 request.is_complete = request.is_complete or event.is_complete
-                if event.output_tokens is not None:
-                    request.passed_tokens = max(request.passed_tokens or 0, event.output_tokens)
+                passed = event.output_tokens
+                if passed is None and not (event.is_complete or event.ingress_incarnation):
+                    passed = request.shown_tokens  # a client cancelled it by its id, and may have read its output
+                if passed is not None:
+                    request.passed_tokens = max(request.passed_tokens or 0, passed)
             case ProgressEvent() if (request := self._open.get(event.request_id)) is not None:
                 if request.place == (event.attempt, event.worker_id, event.worker_epoch):
                     self._progress(request, event)

@@ -27,7 +27,6 @@ from forebay.transport.base import Log
 from forebay.transport.heartbeats import OwnerPresence
 
 VERSION = 1
-TENANTS_MAX = 10
 NO_OWNER = "no router owns the group now, so requests wait"
 NEVER_OWNED = "no router has owned the group yet"
 NO_WORKER = "no worker is ready"
@@ -90,7 +89,7 @@ class TenantStatus(Fact, frozen=True, kw_only=True):
 
 
 class RequestsStatus(Fact, frozen=True, kw_only=True):
-    """Requests that have not ended, and the tenants with the most of them, at most `TENANTS_MAX`."""
+    """Requests that have not ended, and their tenants, the one with the most requests first."""
 
     in_flight: int
     queued: int
@@ -247,7 +246,7 @@ def _tenants(world: World) -> tuple[TenantStatus, ...]:
     requests = [request for request in world.requests.active() if request.submitted.tenant]
     active = Counter(request.submitted.tenant for request in requests)
     queued = Counter(request.submitted.tenant for request in requests if request.phase is Phase.QUEUED)
-    largest = sorted(active.items(), key=lambda one: (-one[1], one[0]))[:TENANTS_MAX]
+    largest = sorted(active.items(), key=lambda one: (-one[1], one[0]))
     return tuple(TenantStatus(tenant=name, in_flight=count, queued=queued[name]) for name, count in largest)
 
 

@@ -145,7 +145,8 @@ class OneResponse(Response):
         if self._located is not None or (fold.error is not None and not has_run):
             reservation.release()
         else:
-            may_run = not fold.is_over and self._is_started and fold.stream  # until the grace time is over
+            # Until its end, or until the grace time is over.
+            may_run = not fold.is_over and (self._outlives or (self._is_started and fold.stream))
             reservation.end(None if may_run else fold.prompt_tokens + fold.output_tokens)
 
     def _add_fields(self, scope: Scope) -> None:
@@ -194,7 +195,7 @@ class OneResponse(Response):
         elif fold.is_over:
             cancel(request_id, fold.cancel_reason, output_tokens=output_tokens)
         elif self._located is not None:
-            cancel(request_id, REPEATED)
+            cancel(request_id, REPEATED, output_tokens=0)
         elif cut == TIMED_OUT or not self._outlives:
             self._abandon(request_id, cut, output_tokens)
 
