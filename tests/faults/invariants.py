@@ -68,7 +68,7 @@ class LogChecks:
         versions: all versions of the decision rules that owned the group.
         decided: offsets of the claims whose owners have written decisions, seals or snapshots.
         cancelled: ids of the requests that a `RequestCancelled` names.
-        aborted: ids of the requests that an owner aborted.
+        aborted: reason of each request that an owner aborted.
         retained: oldest offsets that a reader needs who begins at the newest snapshot.
     """
 
@@ -92,7 +92,7 @@ class LogChecks:
         self._readers: dict[str, set[str]] = {}  # incarnations of the ingresses whose clients wait, by request
         self._others: dict[int, set[str]] = {}  # those that remain, by the offset of a cancellation
         self._lost: set[str] = set()  # incarnations of lost ingresses
-        self.aborted: set[str] = set()
+        self.aborted: dict[str, str] = {}
         self._claims_of: dict[str, list[int]] = {}  # by incarnation of the router
         self._submitted: Counter[str] = Counter()
         self._ends_of: Counter[str] = Counter()  # number of records by topic, in the partition of the group
@@ -215,7 +215,7 @@ class LogChecks:
         if getattr(event, "request_id", "") in self.effects.external:
             self._on_external(event)
         if isinstance(event, RequestAborted):
-            self.aborted.add(event.request_id)
+            self.aborted[event.request_id] = event.reason
             others = self._others.get(self._consumed[REQUESTS.name] - 1, set()) - self._lost
             if event.reason == "cancelled" and others:
                 raise Violation(f"{event.request_id} was cancelled, although clients read it at {others}")

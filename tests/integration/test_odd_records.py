@@ -25,13 +25,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from forebay.events.base import Event
 from forebay.events.codec import DecodeError, encode
 from forebay.events.topics import (
-    ANSWERS,
     CONTROL,
     DEAD_LETTERS,
     FIXED_TOPICS,
     FLEET,
     INPUTS,
-    MODELS,
     OPENAI_REQUESTS,
     OPENAI_RESPONSES,
     REQUESTS,
@@ -196,8 +194,7 @@ def transactions(cluster: Cluster) -> None:
     for end in (producer.commit_transaction, producer.abort_transaction):
         producer.begin_transaction()
         for topic in PARTITIONS:
-            # A broker rejects records without a key for a compacted topic.
-            key = b"x" if topic in (MODELS, ANSWERS) else None
+            key = b"x" if topic.is_compacted else None  # brokers reject records without a key for compacted topics
             producer.produce(cluster.settings.topic(topic.name), b"{}", key, partition=0, headers=[("x", None)])
         producer.flush(PATIENCE_S)
         end(PATIENCE_S)
@@ -302,7 +299,7 @@ def check_tails(cluster: Cluster, produced: Produced) -> None:
             assert run.returncode == 0
             offsets = [line["offset"] for line in lines]
             assert offsets[-1] >= produced[topic.name, partition][-1]
-            if topic in (MODELS, ANSWERS):
+            if topic.is_compacted:
                 assert offsets == sorted(set(offsets))  # compaction removes records between others
                 continue
             # Retention deletes segments by record timestamps, and some generated timestamps are old.

@@ -88,7 +88,8 @@ async def test_slices_recorded_under_load_across_a_lost_worker_and_a_takeover(
     groups = [one["groups"][0] for one in outputs]
     assert [group["start"] > 0 for group in groups] == [False, True, True, False]
     assert groups[1]["first"] == groups[2]["first"] > groups[2]["start"]
-    assert groups[0]["end"] < groups[1]["end"] < groups[2]["end"] == groups[3]["end"]
+    # The owner may journal its last inputs between the last two commands.
+    assert groups[0]["end"] < groups[1]["end"] < groups[2]["end"] <= groups[3]["end"]
     assert {one["source"] for one in outputs} == {"kafka"}
     assert outputs[2]["verified"][GROUP]["claims"] == 1
     assert outputs[3]["verified"][GROUP]["claims"] == len(await cluster.ownerships()) > 1
