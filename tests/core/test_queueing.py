@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from forebay.core.block_hashes import extend_chain
 from forebay.core.state import queue as queue_module
 from forebay.core.state.holder_bits import HolderKey
 from forebay.core.state.load import BLOCK_UNITS, FleetLoad
-from forebay.core.state.queue import OFFERS_PER_LINE_MAX, QueuedRequest, Queues, class_of
+from forebay.core.state.queue import OFFERS_PER_LINE_MAX, TENANT_QUANTUM, QueuedRequest, Queues, class_of
 from forebay.events.control import QueueClass, QueueConfig, QueuePolicy
 from forebay.events.metrics import LoadReported
 from forebay.events.snapshots import QueueTurns
@@ -259,6 +260,7 @@ class Model:
         first: dict[str, QueuedRequest] = {}
         for one in filter(is_dispatchable, self.line(kind)):
             first.setdefault(one.tenant, one)
+        least = min(kind.quantum, TENANT_QUANTUM)
         ring = self.after[kind] = Ring(dict(self.rings[kind].deficits), self.rings[kind].continues)
         if not first or len(ring.deficits) == 1:
             return next(iter(first.values()), None)
@@ -267,10 +269,11 @@ class Model:
             tenant = next(iter(ring.deficits))
             one_offered = first.get(tenant)
             if one_offered is not None:
-                if not continues and one_offered.cost > ring.deficits[tenant]:
-                    ring.deficits[tenant] += kind.quantum * one_offered.weight
-                if one_offered.cost <= ring.deficits[tenant]:
-                    ring.deficits[tenant] -= one_offered.cost
+                price = max(least, one_offered.cost)
+                if not continues and price > ring.deficits[tenant]:
+                    ring.deficits[tenant] += least * one_offered.weight
+                if price <= ring.deficits[tenant]:
+                    ring.deficits[tenant] -= price
                     ring.continues = True
                     self.after[kind] = ring
                     return one_offered
@@ -410,23 +413,27 @@ def test_a_change_of_classes_follows_from_the_state_alone(
     assert deficits(queues) == [0] * len(configs[-1].classes)
 
 
-costs = st.integers(1, 60)
+costs = st.integers(0, 60)
 WEIGHTS = {"a": 1, "b": 3, "c": 2}
+
+
+def price(one: QueuedRequest) -> int:
+    return max(DEFAULT.quantum, one.uncached_tokens)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), costs), min_size=1, max_size=80))
 def test_backlogged_tenants_get_their_shares(requests: list[tuple[str, int]]) -> None:
-    """Served tokens by weight differ by less than two turns and the dearest request."""
+    """What tenants paid, by weight, differs by less than two turns and the dearest request."""
     waiting = [
         held(at, uncached_tokens=tokens, tenant=name, weight=WEIGHTS[name])
         for at, (name, tokens) in enumerate(requests)
     ]
     queues = queue(*waiting)
-    dearest, served = max(one.cost for one in waiting), dict.fromkeys(WEIGHTS, 0)
+    dearest, served = max(map(price, waiting)), dict.fromkeys(WEIGHTS, 0)
     while all(queues.count_of("p", name) for name in served):
         one = queues.serve("p", anyone)
         assert one is not None
-        served[one.tenant] += one.cost
+        served[one.tenant] += price(one)
         shares = [Fraction(tokens, DEFAULT.quantum * WEIGHTS[name]) for name, tokens in served.items()]
         assert max(shares) - min(shares) < 2 + Fraction(dearest, DEFAULT.quantum)
 
@@ -440,7 +447,7 @@ def test_tenants_alternate_within_a_long_turn_of_their_class() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(8, 60), costs, st.integers(0, 2)), min_size=1, max_size=8),
+    st.lists(st.tuples(costs, costs, st.integers(0, 2)), min_size=1, max_size=8),
     st.integers(1, 3),
     st.integers(1, 3),
 )
@@ -448,7 +455,8 @@ def test_a_flood_delays_another_tenant_by_its_share_only(
     rounds: list[tuple[int, int, int]], flooding: int, weight: int
 ) -> None:
     """A tenant with one request at a time waits for its turns, and does not take those of the tenant that floods."""
-    queues, dearest, turns, flood, total = queue(), max(cost for cost, _, _ in rounds), 0, 0, 0
+    queues, turns, flood, total = queue(), 0, 0, 0
+    dearest = max(DEFAULT.quantum, *chain.from_iterable(rounds))
     for number, (_, cost, alone) in enumerate(rounds):
         while queues.count_of("p", "flood") < 30:
             tokens = rounds[flood % len(rounds)][0]
@@ -457,11 +465,11 @@ def test_a_flood_delays_another_tenant_by_its_share_only(
         for _ in range(alone):
             served = queues.serve("p", anyone)
             assert served is not None
-            total += served.cost
+            total += price(served)
         queues.push("p", held(number, uncached_tokens=cost, tenant="slow", weight=weight))
-        needed, ahead = -(-cost // (DEFAULT.quantum * weight)), 0
+        needed, ahead = -(-max(DEFAULT.quantum, cost) // (DEFAULT.quantum * weight)), 0
         while (one := queues.serve("p", anyone)) is not None and one.tenant == "flood":
-            ahead += one.cost
+            ahead += price(one)
         assert one is not None
         assert ahead < needed * DEFAULT.quantum * flooding + dearest
         turns, total = turns + needed, total + ahead

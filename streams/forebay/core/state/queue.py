@@ -59,7 +59,7 @@ class QueuedRequest:
 
     @property
     def cost(self) -> int:
-        """Tokens that the request subtracts from the deficits of its class and tenant when it leaves the queue."""
+        """Tokens that the request subtracts from the deficit of its class when it leaves the queue."""
         return max(1, self.uncached_tokens)
 
 
@@ -73,11 +73,13 @@ class _Offer:
 
     Attributes:
         quantum: tokens that one turn adds to the deficit of the tenant or line.
+        cost: tokens that the tenant or line pays.
         grants: tokens that the rounds before the request add to deficits. They are added only if it is served.
     """
 
     queued: QueuedRequest
     quantum: int
+    cost: int
     grants: "tuple[tuple[_Tenant | _Line, int], ...]" = ()
 
 
@@ -123,7 +125,11 @@ class _Tenant:
     def offer(self, is_dispatchable: _Check) -> _Offer | None:
         first = (one[-1] for one in islice(self.heads, OFFERS_PER_LINE_MAX))
         queued = next(filter(is_dispatchable, first), None)
-        return None if queued is None else _Offer(queued, self.quantum * queued.weight)
+        return None if queued is None else _Offer(queued, self.quantum * queued.weight, self.price(queued))
+
+    def price(self, queued: QueuedRequest) -> int:
+        """Return what the tenant pays. It is at least a turn of weight 1, because cached prompts take time, too."""
+        return max(self.quantum, queued.cost)
 
 
 @dataclass(slots=True, eq=False)
@@ -131,7 +137,7 @@ class _Line:
     """Queued requests of one class. A turn adds its quantum to `deficit`, and a request that leaves subtracts its cost.
 
     A line is served until its deficit is lower than the cost of its next request. A turn of a tenant adds the quantum
-    times the weight of the tenant's next request.
+    times the weight of the tenant's next request. Tenants pay at least one quantum for a request.
 
     Attributes:
         tenants: tenants with queued requests, in the order of their turns.
@@ -175,9 +181,7 @@ class _Line:
         offer = None
         for alone in self.tenants.values():
             offer = alone.offer(is_dispatchable)
-            if offer is not None:
-                offer.quantum = self.kind.quantum
-        return offer
+        return None if offer is None else _Offer(offer.queued, self.kind.quantum, offer.queued.cost)
 
     def _offer_of_tenants(self, is_dispatchable: _Check) -> _Offer | None:
         # A requirement is tried for one tenant, and again for the request that is to be served. A tenant may try only a
@@ -195,10 +199,10 @@ class _Line:
 
         while (found := _next(self.tenants.values(), is_offered, continues=self.continues)) is not None:
             offer = found[1]
-            if tried[offer.queued.demand] is offer.queued or is_dispatchable(offer.queued):
-                offer.quantum = self.kind.quantum
-                return offer
-            refused.add(offer.queued.request_id)
+            queued = offer.queued
+            if tried[queued.demand] is queued or is_dispatchable(queued):
+                return _Offer(queued, self.kind.quantum, queued.cost, offer.grants)
+            refused.add(queued.request_id)
         return None
 
     def serve(self, offer: _Offer) -> None:
@@ -208,7 +212,8 @@ class _Line:
             share.deficit += tokens
         self.deficit -= queued.cost
         if len(self.tenants) > 1:
-            self.tenants[queued.tenant].deficit -= queued.cost
+            tenant = self.tenants[queued.tenant]
+            tenant.deficit -= tenant.price(queued)
             while (first := next(iter(self.tenants))) != queued.tenant:
                 self.tenants.move_to_end(first)
             self.continues = True
@@ -423,14 +428,14 @@ def _next(shares: Iterable[_Share], is_dispatchable: _Check, *, continues: bool)
     if continues:
         first = next(order)
         going_on = first.offer(is_dispatchable)
-        if going_on is not None and going_on.queued.cost <= first.deficit:
+        if going_on is not None and going_on.cost <= first.deficit:
             return first, going_on
         last = ((first, going_on),)
     passed: list[tuple[_Share, _Offer]] = []  # each needs more than one turn
     for share, offer in chain(((one, one.offer(is_dispatchable)) for one in order), last):
         if offer is None:
             continue
-        missing = offer.queued.cost - share.deficit
+        missing = offer.cost - share.deficit
         if missing <= offer.quantum:
             offer.grants += tuple((other, late.quantum) for other, late in passed)
             # Add the quantum only if the deficit is too low. Otherwise a line that often has no offer would save up
@@ -442,7 +447,7 @@ def _next(shares: Iterable[_Share], is_dispatchable: _Check, *, continues: bool)
     if not passed:
         return None
     # A request may cost many quanta. Grant all turns at once.
-    turns = [-((one.deficit - late.queued.cost) // late.quantum) for one, late in passed]
+    turns = [-((one.deficit - late.cost) // late.quantum) for one, late in passed]
     fewest = min(turns)
     at = turns.index(fewest)
     share, served = passed[at]
