@@ -35,7 +35,7 @@ PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 REAL = --numprocesses 2 --dist loadfile
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines --ignore tests/clients
 
-.PHONY: help setup setup-engines setup-clients setup-gateway up test test-all explore fuzz fuzz-bugs test-kafka test-engines test-clients kafka kafka-stop demo-kafka demo-answers demo-gateway demo-indexer demo-ledger demo-upgrade demo-disagg demo-scaling demo-tiers demo-console lint type fmt mutations coverage bench \
+.PHONY: help setup setup-engines setup-clients setup-gateway up test test-all explore fuzz fuzz-bugs test-kafka test-engines test-clients kafka kafka-stop demo-kafka demo-answers demo-gateway demo-indexer demo-ledger demo-tenants demo-upgrade demo-disagg demo-scaling demo-tiers demo-console lint type fmt mutations coverage bench \
     schemas golden report-picture console-pictures lock lock-engines lock-clients resolve ci clean
 
 help: ## show this help
@@ -102,6 +102,9 @@ demo-indexer: $(READY) ## kill indexers, owners and workers while two indexers p
 
 demo-ledger: $(READY) ## compare the ledger with what clients counted, while processes are killed (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/python -m tests.harness.demo_ledger $(ARGS)
+
+demo-tenants: $(READY) ## give tenants their shares and limits under overload, while Redis is killed (Java 17, Maven)
+	@$(BIN)/python -m tests.harness.demo_tenants $(ARGS)
 
 demo-upgrade: $(READY) ## upgrade to a version with other decision rules under load, and back (Java 17, Maven)
 	@$(BIN)/python -m tests.harness.demo_upgrade $(ARGS)

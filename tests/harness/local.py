@@ -110,7 +110,10 @@ def redis_binary() -> str:
 
 @contextlib.contextmanager
 def local_redis(folder: Path, host: str = HOST, port: int | None = None) -> Iterator[str]:
-    """Run a Redis server with its log in `folder`, by default on a free port; yield its URL. Raises Missing."""
+    """Run a Redis server with its log in `folder`, by default on a free port; yield its URL.
+
+    The server is killed with SIGKILL. Raises Missing.
+    """
     port = free_ports(1, host) if port is None else port
     options = [str(REDIS_CONF), "--bind", host, "--port", str(port), "--dir", str(folder)]
     log = folder / "redis.log"
@@ -128,12 +131,12 @@ def local_redis(folder: Path, host: str = HOST, port: int | None = None) -> Iter
                 time.sleep(0.01)
         yield url
     finally:
-        server.terminate()
+        server.kill()
         server.wait()
 
 
 class StoppableRedis:
-    """Redis server that can be stopped and started empty at the same URL."""
+    """Redis server that can be killed and started empty at the same URL."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -147,7 +150,7 @@ class StoppableRedis:
         self.url = self._running.enter_context(local_redis(self._folder, port=self._port))
 
     def stop(self) -> None:
-        """Stop the server. Its data is lost."""
+        """Kill the server. Its data is lost."""
         self._running.close()
 
 
