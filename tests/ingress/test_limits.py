@@ -161,13 +161,13 @@ def test_no_60_s_have_more_than_the_limits_at_all_ingresses(
             day = clock.now_s // DAY_S
             await cluster.pass_s(1.5)
             kept = sum(tokens for _, tokens, _ in cluster.admitted)
-            assert cluster.totals().known.day == kept or clock.now_s // DAY_S != day
+            assert cluster.totals().known.totals.day == kept or clock.now_s // DAY_S != day
             for entry in cluster.admitted:
                 if entry[2].is_open:
                     entry[2].release()
                     kept -= entry[1]
             await cluster.pass_s(1.5)
-            assert cluster.totals().known.day == kept or clock.now_s // DAY_S != day
+            assert cluster.totals().known.totals.day == kept or clock.now_s // DAY_S != day
 
     run(check())
 
@@ -186,7 +186,7 @@ async def test_all_of_a_limit_can_be_used_and_all_of_it_comes_back() -> None:
             cluster.end(number, 25)
         await cluster.pass_s(2)
         totals = cluster.totals()
-        assert (totals.known.requests, totals.known.tokens, totals.in_flight) == (900, 900 * 25, 0)
+        assert (*totals.known.totals[:2], totals.in_flight) == (900, 900 * 25, 0)
         for _ in range(100):
             assert await cluster.arrive(2, 100, 150)
         assert not await cluster.arrive(0, 1)
@@ -195,7 +195,7 @@ async def test_all_of_a_limit_can_be_used_and_all_of_it_comes_back() -> None:
             entry[2].end(7)  # without effect
         await cluster.pass_s(2)
         totals = cluster.totals()
-        assert (totals.known.requests, totals.known.tokens, totals.known.day) == (900, 900 * 25, 900 * 25)
+        assert totals.known.totals[:3] == (900, 900 * 25, 900 * 25)
 
 
 async def test_requests_in_flight_count_at_all_ingresses_and_lapse_with_a_dead_one() -> None:
@@ -230,6 +230,25 @@ async def test_requests_that_wait_share_a_call_of_the_store() -> None:
         assert sum(isinstance(one, Reservation) for one in found) == 30
         assert cluster.store.calls <= 3
         assert cluster.ingresses[0]._keys[cluster.event.key_id].needed == (0, 0)
+
+
+async def test_rejections_share_a_reply_of_the_store() -> None:
+    with clocked() as clock:
+        cluster = Cluster(clock, 1, key_of("acme", requests_per_minute=30))
+        for _ in range(40):
+            await cluster.arrive(0)
+        calls = cluster.store.calls
+        assert [bool(await cluster.arrive(0)) for _ in range(20)] == [False] * 20
+        assert cluster.store.calls == calls
+        cluster.admitted[0][2].release()
+        assert await cluster.arrive(0)
+        assert cluster.store.calls == calls + 1
+
+
+async def test_a_limit_that_is_off_rejects_nothing_at_any_number_of_ingresses() -> None:
+    with clocked() as clock:
+        cluster = Cluster(clock, 300, key_of("acme", tokens_per_month=1 << 62))
+        assert [bool(await cluster.arrive(at, 10**6)) for at in range(300)] == [True] * 300
 
 
 @pytest.mark.parametrize("is_empty", [False, True])
@@ -279,7 +298,7 @@ async def test_without_the_store_an_ingress_admits_its_share_of_what_is_left(cap
         await cluster.pass_s(4)
         assert cluster.registry.get_sample_value("forebay_ingress_limits_degraded") == 0
         (state,) = (one for key, one in cluster.store._keys.items() if key == cluster.event.key_id)
-        assert state.day_tokens == 40 + 30 + 50, "the budget of the day does not begin again"
+        assert state.day == 40 + 30 + 50, "the budget of the day does not begin again"
         assert [line.split(",")[0] for line in caplog.messages[:1]] == [
             "limits of API keys are counted by this ingress alone"
         ]
@@ -299,7 +318,7 @@ async def test_a_call_whose_reply_is_lost_counts_once() -> None:
         cluster.end(1, 100)
         await cluster.pass_s(2)
         (state,) = cluster.store._keys.values()
-        assert (sum(state.requests.values()), state.month_tokens) == (2, 150)
+        assert (state.totals().requests, state.month) == (2, 150)
 
 
 async def test_a_slow_store_has_failed() -> None:
@@ -362,7 +381,7 @@ async def test_a_response_has_the_headers_of_openai_and_a_429_says_when_to_try_a
             assert remaining(third)[0] == 0
         message = await scene.client.post(MESSAGES, json=chat(), headers=bearer("acme"))
         assert (message.status_code, message.json()["error"]["type"]) == (429, "rate_limit_error")
-        assert scene.metric('forebay_ingress_limited_total{reason="requests"} 4.0')
+        assert scene.metric('forebay_ingress_refused_total{code="rate_limit_exceeded"} 4.0')
         assert len(scene.requests(RequestSubmitted)) == 2
         anonymous = scene.start(TEXT, text())
         scene.reply((await scene.next_request()).request_id, "the river")

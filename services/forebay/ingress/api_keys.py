@@ -2,9 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b, sha256
-from itertools import chain
 
 from forebay import runtime
 from forebay.events.keys import KeySet
@@ -93,10 +92,6 @@ class ApiKeys(PlainKeys):
     def find(self, key: bytes) -> KeySet | None:
         digest = sha256(key).digest()
         return (self._file and self._file.tenants.get(digest)) or self._book.find(digest)
-
-    def tenants(self) -> Iterator[KeySet]:
-        """Return the events of all keys of tenants."""
-        return chain(self._file.tenants.values() if self._file else (), self._book.keys.values())
 
     async def start(self) -> None:
         """Read the keys on the topic. Raises LogError."""

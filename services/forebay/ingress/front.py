@@ -80,7 +80,7 @@ class Front:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.slot.run())
                 tasks.create_task(self.answers.run())
-                tasks.create_task(self.limits.run(self.keys.tenants))
+                tasks.create_task(self.limits.run())
         finally:
             self.slots.stop()
             await self.fetcher.close()

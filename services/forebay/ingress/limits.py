@@ -13,8 +13,7 @@ store is back, the ingress writes what it counted, and still counts alone until 
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from datetime import UTC, datetime, timedelta
 
 from forebay import runtime
 from forebay.events.keys import KeySet
@@ -22,19 +21,21 @@ from forebay.ingress.errors import ApiError
 from forebay.ingress.metrics import IngressMetrics
 from forebay.transport.limits import (
     DAY_S,
+    UNLIMITED,
     WINDOW_S,
     Ask,
+    KeyCounts,
     KeyLimits,
-    Known,
     LimitStore,
     LimitsUnavailable,
     Reply,
-    month_start,
 )
 
 CHUNK_S = 1.0
 CHUNKS = 100  # a chunk is this part of the limit
+CHUNK_MAX = 1 << 20  # more than an ingress spends
 BEAT_S = 1.0
+REJECT_S = 0.1  # a reply that leaves nothing is valid for this time, so that rejections cost no round trips
 ANSWER_S = 0.25  # the store has failed if it takes longer
 CURRENT_S = 3.0  # totals are read every second, so older ones may lack what other ingresses counted
 RETURN_BEATS = 3  # until all ingresses have noticed that the store is back
@@ -48,59 +49,76 @@ def limits_of(event: KeySet | None) -> KeyLimits | None:
     """Return the limits of an API key, None if it has none."""
     if event is None:
         return None
-    limits = KeyLimits(
+    limits = (
         event.requests_per_minute,
         event.tokens_per_minute,
-        event.in_flight,
         event.tokens_per_day,
         event.tokens_per_month,
+        event.in_flight,
     )
-    return limits if any(limits) else None
+    return KeyLimits(*(min(limit or UNLIMITED, UNLIMITED) for limit in limits)) if any(limits) else None
 
 
 class Reservation:
     """What a request counts for its key until `end`, which may be called again without effect."""
 
-    __slots__ = ("_alone_s", "_key", "_second", "_tokens", "is_open")
+    __slots__ = ("_alone", "_key", "_second", "_tokens", "is_open")
 
-    def __init__(self, key: "_Key", tokens: int, second: int, alone_s: int | None = None) -> None:
+    def __init__(self, key: "_Key", tokens: int, second: int, alone: KeyCounts | None = None) -> None:
         self._key = key
-        self._tokens = tokens if key.limits_tokens else 0
+        self._tokens = tokens
         self._second = second
-        self._alone_s = alone_s
+        self._alone = alone
         self.is_open = True
         key.in_flight += 1
 
     def end(self, tokens: int | None) -> None:
         """Count the tokens that the request has used; with None those that it reserved."""
-        self._finish(0, 0 if tokens is None or not self._tokens else tokens - self._tokens)
+        self._finish(0, 0 if tokens is None else tokens - self._tokens)
 
     def release(self) -> None:
         """Count nothing, because no worker got the request."""
-        self._finish(-1 if self._key.limits.requests else 0, -self._tokens)
+        self._finish(-1, -self._tokens)
 
     def _finish(self, requests: int, tokens: int) -> None:
         if self.is_open:
             self.is_open = False
             self._key.in_flight -= 1
             self._key.correct(self._second, requests, tokens)
-            if self._alone_s is not None:
-                self._key.count_alone(self._alone_s, requests, tokens)
+            if self._alone is not None:
+                self._alone.add(self._second, requests, tokens)
 
 
-class _Before(NamedTuple):
-    """What was known of a key when the store failed.
+class _Alone:
+    """Counts of a key at this ingress since the store failed, and what was known of the key at that time."""
 
-    Attributes:
-        read_s: time of the reply on the monotonic clock.
-        is_current: whether the reply has what other ingresses counted.
-        in_flight: requests in flight at this ingress.
-    """
+    def __init__(self, key: "_Key", failed_s: float) -> None:
+        self.counts = KeyCounts()
+        self._known, self._read_s = key.reply.known, key.read_s
+        self._is_current = 0 <= failed_s - key.read_s < CURRENT_S
+        self._in_flight = key.in_flight, key.reply.in_flight  # at this ingress, and slots at all of them
+        if not self._known.at_s:
+            self._known, self._read_s = self._known._replace(at_s=int(runtime.wall_s())), failed_s
 
-    reply: Reply | None
-    read_s: float
-    is_current: bool
-    in_flight: int
+    def left(self, key: "_Key", now_s: float, ingresses: int) -> KeyLimits:
+        """Return what this ingress may still count alone."""
+        self.counts.advance(self._known.at_s + int(now_s - self._read_s))
+        counting = self._known.counting(self.counts.at_s)
+        mine, slots = self._in_flight if counting[0] else (0, 0)
+        totals, used = (*self._known.totals, slots), (*self.counts.totals(), key.in_flight - mine)
+        left = []
+        for limit, total, counts, own in zip(key.limits, totals, (*counting, counting[0]), used, strict=True):
+            share = max(0, limit - total) if counts else limit
+            if counts and not self._is_current:
+                share = min(share, limit // UNKNOWN_PARTS)
+            left.append(share // ingresses - own)
+        return KeyLimits(*left)
+
+    def spend(self, key: "_Key", tokens: int) -> Reservation:
+        second = self.counts.at_s
+        self.counts.add(second, 1, tokens)
+        key.correct(second, 1, tokens)
+        return Reservation(key, tokens, second, self.counts)
 
 
 class _Key:
@@ -110,6 +128,9 @@ class _Key:
         needed: requests and tokens of all requests that wait for the store.
         asked: number of calls of the store that have begun.
         in_flight: requests in flight.
+        read_s: time of `reply` on the monotonic clock.
+        alone: what was counted without the store; None while the store replies.
+        unconfirmed: call of the store without a reply, which must be repeated first.
     """
 
     def __init__(self, limits: KeyLimits) -> None:
@@ -118,74 +139,64 @@ class _Key:
         self.needed = (0, 0)
         self.asked = 0
         self.in_flight = 0
-        self.reply: Reply | None = None
-        self.read_s = -math.inf  # time of `reply` on the monotonic clock
+        self.reply = Reply()
+        self.read_s = -math.inf
+        self.alone: _Alone | None = None
+        self.unconfirmed: Ask | None = None
         self._requests = self._tokens = 0  # granted and not spent
         self._spend_until_s = -math.inf
         self._sequence = 0
-        self._sending: tuple[tuple[int, int, int], ...] | None = None  # corrections in a call without a reply
         self._changes: dict[int, tuple[int, int]] = {}
-        self._alone: dict[int, tuple[int, int]] = {}  # counted without the store, by second of the monotonic clock
-        self._alone_tokens = 0
-        self._before = _Before(None, -math.inf, False, 0)
-
-    # --- with the store ---
 
     def spend(self, tokens: int, now_s: float) -> Reservation | None:
         """Return the reservation of a request from what the store has granted, None if that is not enough."""
-        limits = self.limits
-        if now_s >= self._spend_until_s or self.reply is None:
+        has_slot = now_s < self._spend_until_s and self.in_flight < self.reply.slots
+        if not has_slot or not self._requests or tokens > self._tokens:
             return None
-        if limits.in_flight and self.in_flight >= self.reply.slots:
-            return None
-        if (limits.requests and not self._requests) or (self.limits_tokens and tokens > self._tokens):
-            return None
-        if limits.requests:
-            self._requests -= 1
-        if self.limits_tokens:
-            self._tokens -= tokens
+        self._requests -= 1
+        self._tokens -= tokens
         return Reservation(self, tokens, self.reply.granted_s)
 
-    @property
-    def limits_tokens(self) -> bool:
-        return bool(self.limits.tokens or self.limits.day or self.limits.month)
+    def left(self) -> KeyLimits:
+        """Return what the last reply of the store left, with what it granted to this ingress."""
+        reply = self.reply
+        taken = (*reply.known.totals, reply.in_flight)
+        mine = (self._requests, self._tokens, self._tokens, self._tokens, reply.slots - self.in_flight)
+        return KeyLimits(*(limit - total + own for limit, total, own in zip(self.limits, taken, mine, strict=True)))
+
+    def is_short(self, tokens: int, now_s: float) -> bool:
+        """Return whether the last reply is so new that it also rejects another request."""
+        return now_s - self.read_s < REJECT_S and not self._changes and not self.left().allow(tokens)
 
     @property
-    def is_unconfirmed(self) -> bool:
-        """Whether a call of the store had no reply, so it must be repeated first."""
-        return self._sending is not None
+    def is_idle(self) -> bool:
+        return not (self.in_flight or self._changes or self.unconfirmed)
 
     def ask(self, key_id: str, ingress: str) -> Ask:
-        """Return the next call of the store, or repeat one without a reply."""
-        limits, (requests, tokens) = self.limits, self.needed
-        slots = self.in_flight
-        if requests:
-            slots += max(requests, limits.in_flight // CHUNKS)
-            requests = max(requests, limits.requests // CHUNKS)
-            tokens = max(tokens, _least_tokens(limits) // CHUNKS)
-        if self._sending is None:
-            self._give_back()
-            self._sending = tuple((second, *amounts) for second, amounts in self._changes.items())
-            self._changes = {}
-            self._sequence += 1
+        """Return the next call of the store, or again one without a reply."""
         self.asked += 1
-        known = Known() if self.reply is None else self.reply.known
-        return Ask(
-            key_id, ingress, self._sequence, limits, known, requests, tokens, self.in_flight, slots, self._sending
-        )
+        if self.unconfirmed is not None:
+            return self.unconfirmed
+        self.correct(self.reply.granted_s, -self._requests, -self._tokens)
+        self._requests = self._tokens = 0
+        self._spend_until_s = -math.inf  # the store may give the slots to other ingresses
+        limits, (requests, tokens), slots = self.limits, self.needed, self.in_flight
+        if requests:
+            slots += _chunk(requests, limits.in_flight)
+            requests, tokens = _chunk(requests, limits.requests), _chunk(tokens, limits.tokens_max)
+        self._sequence += 1
+        changes = tuple((second, *amounts) for second, amounts in self._changes.items())
+        self._changes = {}
+        amounts = requests, tokens, self.in_flight, slots, changes
+        self.unconfirmed = Ask(key_id, ingress, self._sequence, limits, self.reply.known, *amounts)
+        return self.unconfirmed
 
     def take(self, reply: Reply, began_s: float, *, is_repeated: bool) -> None:
         """Take the reply of a call that began at this time. A repeated call may have been granted long ago."""
-        self._sending = None
+        self.unconfirmed = None
         self.reply, self.read_s = reply, began_s
         self._requests, self._tokens = reply.requests, reply.tokens
         self._spend_until_s = -math.inf if is_repeated else began_s + CHUNK_S
-
-    def _give_back(self) -> None:
-        if self.reply is not None:
-            self.correct(self.reply.granted_s, -self._requests, -self._tokens)
-        self._requests = self._tokens = 0
-        self._spend_until_s = -math.inf  # the store may give the slots to other ingresses
 
     def correct(self, second: int, requests: int, tokens: int) -> None:
         """Change what the store counts for a second of its clock, with the next call."""
@@ -196,106 +207,6 @@ class _Key:
         if len(self._changes) > CHANGES_MAX:
             first, second = sorted(self._changes)[:2]
             self.correct(second, *self._changes.pop(first))
-
-    def is_in_use(self, now_s: float) -> bool:
-        idle = not (self._requests or self._tokens or self._changes or self._sending or self.in_flight)
-        return not idle or now_s - self.read_s < CHUNK_S
-
-    def shortage(self, tokens: int) -> ApiError:
-        """Return the error of a request for which the last reply did not grant enough."""
-        limits, reply = self.limits, self.reply
-        assert reply is not None
-        known = reply.known
-        free = known.at_s + WINDOW_S
-        if limits.in_flight and self.in_flight >= reply.slots:
-            return _limited("in_flight", limits.in_flight, 1)
-        day_end_s = (known.at_s // DAY_S + 1) * DAY_S
-        if limits.month and known.month - self._tokens + tokens > limits.month:
-            day = known.at_s // DAY_S
-            return _limited("month", limits.month, (month_start(month_start(day) + 31) - day) * DAY_S)
-        if limits.day and known.day - self._tokens + tokens > limits.day:
-            return _limited("day", limits.day, day_end_s - known.at_s)
-        if limits.requests and not self._requests:
-            return _limited("requests", limits.requests, (reply.first_requests_s or free) + WINDOW_S - known.at_s)
-        return _limited("tokens", limits.tokens, (reply.first_tokens_s or free) + WINDOW_S - known.at_s)
-
-    # --- without the store ---
-
-    def begin_alone(self, now_s: float) -> None:
-        self._before = _Before(self.reply, self.read_s, now_s - self.read_s < CURRENT_S, self.in_flight)
-        self._alone = {}
-        self._alone_tokens = 0
-
-    def spend_alone(self, tokens: int, now_s: float, failed_s: float, ingresses: int) -> Reservation:
-        """Return the reservation of a request without the store. Raises ApiError (429)."""
-        second, limits = int(now_s), self.limits
-        for old in [at for at in self._alone if at <= second - WINDOW_S]:
-            del self._alone[old]
-        shares = self.shares(now_s, failed_s, ingresses)
-        used = self._used_alone()
-        amounts = KeyLimits(1, tokens, 1, tokens, tokens)
-        for reason in ("in_flight", "month", "day", "requests", "tokens"):
-            at = KeyLimits._fields.index(reason)
-            if limits[at] and used[at] + amounts[at] > shares[at]:
-                after_s = 1 if reason == "in_flight" else min(self._alone, default=second) + WINDOW_S - second
-                raise _limited(reason, limits[at], after_s)
-        self.count_alone(second, 1, tokens)
-        reply = self.reply
-        store_s = int(runtime.wall_s()) if reply is None else reply.known.at_s + int(now_s - self.read_s)
-        self.correct(store_s, 1, tokens)
-        return Reservation(self, tokens, store_s, second)
-
-    def shares(self, now_s: float, failed_s: float, ingresses: int) -> KeyLimits:
-        """Return what this ingress may count without the store, since the store failed or in a later window."""
-        reply, read_s, is_current, held = self._before
-        known = Known() if reply is None else reply.known
-        day = 0 if reply is None else (known.at_s + int(now_s - read_s)) // DAY_S
-        is_first = now_s - failed_s < WINDOW_S
-        is_day, is_month = day == known.at_s // DAY_S, month_start(day) == month_start(known.at_s // DAY_S)
-        totals = (
-            (known.requests, is_first),
-            (known.tokens, is_first),
-            (0 if reply is None else reply.in_flight, is_first),
-            (known.day, is_day),
-            (known.month, is_month),
-        )
-        shares = []
-        for limit, (total, counts) in zip(self.limits, totals, strict=True):
-            left = limit
-            if counts:
-                left = max(0, limit - total)
-                if not is_current:
-                    left = min(left, limit // UNKNOWN_PARTS)
-            shares.append(left // ingresses)
-        return KeyLimits(*shares)._replace(in_flight=shares[2] + (held if is_first else 0))
-
-    def count_alone(self, second: int, requests: int, tokens: int) -> None:
-        had = self._alone.get(second)
-        if had is None and requests < 1:
-            return  # a request that began before the window has ended
-        had = had or (0, 0)
-        self._alone[second] = (had[0] + requests, had[1] + tokens)
-        self._alone_tokens += tokens
-
-    def _used_alone(self) -> KeyLimits:
-        requests = sum(one[0] for one in self._alone.values())
-        tokens = sum(one[1] for one in self._alone.values())
-        return KeyLimits(requests, tokens, self.in_flight, self._alone_tokens, self._alone_tokens)
-
-    def remaining(self, shares: KeyLimits | None) -> tuple[int, int]:
-        """Return the requests and tokens that are left in the window; `shares` is what this ingress counts alone."""
-        if shares is not None:
-            used = self._used_alone()
-            left = shares.requests - used.requests, shares.tokens - used.tokens
-        elif self.reply is None:
-            left = self.limits.requests, self.limits.tokens
-        else:
-            known = self.reply.known
-            left = (
-                self.limits.requests - known.requests + self._requests,
-                self.limits.tokens - known.tokens + self._tokens,
-            )
-        return max(0, left[0]), max(0, left[1])
 
 
 class LimitsOfKeys:
@@ -308,8 +219,8 @@ class LimitsOfKeys:
     def __init__(self, store: LimitStore, ingress: str, metrics: IngressMetrics) -> None:
         self._store = store
         self._ingress = ingress
-        self._metrics = metrics
         self._keys: dict[str, _Key] = {}  # by id; at most as many as there are API keys
+        self._in_use: set[str] = set()  # ids of keys whose totals are read
         self._ingresses = 1
         self._generation = 0
         self._failed_s: float | None = None  # time at which the store failed
@@ -324,26 +235,24 @@ class LimitsOfKeys:
         limits = limits_of(event)
         if event is None or limits is None:
             return None
-        try:
-            tokens = prompt_tokens + max_tokens
-            most = _least_tokens(limits)
-            if most and tokens > most:
-                raise _impossible(prompt_tokens, max_tokens, most)
-            return await self._admit(self._key(event, limits), event.key_id, tokens)
-        except _Limited as error:
-            self._metrics.limited.labels(error.reason).inc()
-            raise
-
-    async def _admit(self, key: _Key, key_id: str, tokens: int) -> Reservation:
+        tokens, most = prompt_tokens + max_tokens, limits.tokens_max
+        if tokens > most:
+            text = f"{prompt_tokens:,} prompt tokens and {max_tokens:,} output tokens exceed the {most:,} tokens"
+            remedy = "shorten the prompt or set a lower max_tokens"
+            raise ApiError(400, "limit_exceeded", f"{text} of the API key; {remedy}", "max_tokens")
+        key, now_s = self._key(event, limits), runtime.monotonic_s()
         if self._failed_s is None:
-            found = None if key.needed[0] else key.spend(tokens, runtime.monotonic_s())
-            if found is None:
-                found = await self._wait(key, key_id, tokens)
+            found = None if key.needed[0] else key.spend(tokens, now_s)
+            if found is None and not key.is_short(tokens, now_s):
+                found = await self._wait(key, event.key_id, tokens)
             if found is not None:
                 return found
-        if self._failed_s is not None:
-            return key.spend_alone(tokens, runtime.monotonic_s(), self._failed_s, self._ingresses)
-        raise key.shortage(tokens)
+        left = self._left(key)
+        if key.alone is None:
+            raise _shortage(limits, left, tokens, key.reply.known.at_s, key.reply.first_s)
+        if not left.allow(tokens):
+            raise _shortage(limits, left, tokens, key.alone.counts.at_s, key.alone.counts.first_s)
+        return key.alone.spend(key, tokens)
 
     async def _wait(self, key: _Key, key_id: str, tokens: int) -> Reservation | None:
         """Return a reservation once the store has replied, None if it did not grant enough or failed."""
@@ -365,14 +274,21 @@ class LimitsOfKeys:
         key = self._keys.get(event.key_id)
         if key is None:
             key = self._keys[event.key_id] = _Key(limits)
-            if self._failed_s is not None:
-                key.begin_alone(runtime.monotonic_s())
         key.limits = limits
         return key
 
+    def _left(self, key: _Key) -> KeyLimits:
+        """Return what is left of the limits of a key at this ingress."""
+        if self._failed_s is None:
+            return key.left()
+        if key.alone is None:
+            key.alone = _Alone(key, self._failed_s)
+        return key.alone.left(key, runtime.monotonic_s(), self._ingresses)
+
     async def _call(self, key: _Key, key_id: str) -> None:
         """Call the store for a key; first repeat a call without a reply."""
-        for is_repeated in (True, False) if key.is_unconfirmed else (False,):
+        self._in_use.add(key_id)
+        for is_repeated in (True, False) if key.unconfirmed else (False,):
             began_s = runtime.monotonic_s()
             try:
                 async with asyncio.timeout(ANSWER_S):
@@ -388,16 +304,13 @@ class LimitsOfKeys:
             reason = str(error) or f"no response in {ANSWER_S:g} s"
             logger.warning("limits of API keys are counted by this ingress alone, because Redis fails: %s", reason)
             self._failed_s = runtime.monotonic_s()
-            for key in self._keys.values():
-                key.begin_alone(self._failed_s)
 
-    async def run(self, keys: Callable[[], Iterable[KeySet]]) -> None:
-        """Read the totals of keys in use every second, until cancelled. Without a key that has limits, do nothing."""
+    async def run(self) -> None:
+        """Read the totals of keys in use every second, until cancelled."""
         try:
             while True:
                 await asyncio.sleep(BEAT_S)
-                if self._keys or any(limits_of(event) for event in keys()):
-                    await self.beat()
+                await self.beat()
         finally:
             await self._store.close()
 
@@ -409,18 +322,22 @@ class LimitsOfKeys:
         except (TimeoutError, LimitsUnavailable) as error:
             self._fail(error)
             return
-        has_begun = self._generation not in (0, generation)
+        if self._failed_s is not None or self._generation not in (0, generation):
+            self._in_use.update(self._keys)
         self._generation = generation
-        now_s = runtime.monotonic_s()
         self._returned += 1
-        for key_id, key in list(self._keys.items()):
-            if has_begun or self._failed_s is not None or key.is_in_use(now_s):
-                async with key.lock:
-                    await self._call(key, key_id)
-                if not self._returned:  # the store has failed again
-                    return
+        for key_id in list(self._in_use):
+            key = self._keys[key_id]
+            async with key.lock:
+                await self._call(key, key_id)
+            if not self._returned:  # the store has failed again
+                return
+            if key.is_idle:
+                self._in_use.discard(key_id)
         if self._failed_s is not None and self._returned >= RETURN_BEATS:
             self._failed_s = None
+            for key in self._keys.values():
+                key.alone = None
             logger.warning("limits of API keys are counted by Redis again")
 
     def headers(self, event: KeySet) -> list[tuple[bytes, bytes]]:
@@ -428,44 +345,37 @@ class LimitsOfKeys:
         limits = limits_of(event)
         if limits is None:
             return []
-        key, now_s = self._key(event, limits), runtime.monotonic_s()
-        shares = None if self._failed_s is None else key.shares(now_s, self._failed_s, self._ingresses)
-        found = []
-        for name, limit, left in zip(("requests", "tokens"), limits, key.remaining(shares), strict=False):
-            if limit:
-                reset = "0s" if left >= limit else f"{WINDOW_S // 60}m{WINDOW_S % 60}s"
-                for kind, value in (("limit", str(limit)), ("remaining", str(min(left, limit))), ("reset", reset)):
-                    found.append((f"x-ratelimit-{kind}-{name}".encode(), value.encode()))
-        return found
+        found = {}
+        for name, limit, left in zip(
+            ("requests", "tokens"), limits, self._left(self._key(event, limits)), strict=False
+        ):
+            if limit < UNLIMITED:
+                found[f"limit-{name}"] = str(limit)
+                found[f"remaining-{name}"] = str(max(0, min(left, limit)))
+                found[f"reset-{name}"] = "0s" if left >= limit else f"{WINDOW_S // 60}m{WINDOW_S % 60}s"
+        return [(f"x-ratelimit-{name}".encode(), value.encode()) for name, value in found.items()]
 
 
-def _least_tokens(limits: KeyLimits) -> int:
-    """Return the lowest limit of tokens, 0 for none."""
-    return min(filter(None, (limits.tokens, limits.day, limits.month)), default=0)
+def _chunk(needed: int, limit: int) -> int:
+    return max(needed, min(limit // CHUNKS, CHUNK_MAX))
 
 
-class _Limited(ApiError):
-    reason: str
-
-
-_TEXTS = {
-    "requests": ("rate_limit_exceeded", "the API key may send {:,} requests per minute"),
-    "tokens": ("rate_limit_exceeded", "the API key may use {:,} tokens per minute; a request counts with max_tokens"),
-    "in_flight": ("in_flight_limit", "the API key may have {:,} requests in flight"),
-    "day": ("insufficient_quota", "the API key may use {:,} tokens per day in UTC"),
-    "month": ("insufficient_quota", "the API key may use {:,} tokens per month in UTC"),
-}
-
-
-def _limited(reason: str, limit: int, after_s: int) -> _Limited:
-    code, text = _TEXTS[reason]
-    error = _Limited(429, code, f"{text.format(limit)}; try again in {after_s:,} s", retry_after_s=after_s)
-    error.reason = reason
-    return error
-
-
-def _impossible(prompt_tokens: int, max_tokens: int, most: int) -> _Limited:
-    text = f"{prompt_tokens:,} prompt tokens and {max_tokens:,} output tokens exceed the {most:,} tokens of the API key"
-    error = _Limited(400, "limit_exceeded", f"{text}; shorten the prompt or set a lower max_tokens", "max_tokens")
-    error.reason = "size"
-    return error
+def _shortage(limits: KeyLimits, left: KeyLimits, tokens: int, at_s: int, first_s: int) -> ApiError:
+    """Return the error of a request for which not enough is left. `first_s` is the oldest second in the window."""
+    date = datetime.fromtimestamp(at_s, UTC)
+    month_end = (date.replace(day=1) + timedelta(days=31)).replace(day=1, hour=0, minute=0, second=0)
+    month_s, day_s, window_s = round(month_end.timestamp()) - at_s, DAY_S - at_s % DAY_S, first_s + WINDOW_S - at_s
+    causes = (
+        (left.in_flight < 1, 1, "in_flight_limit", f"have {limits.in_flight:,} requests in flight"),
+        (tokens > left.month, month_s, "insufficient_quota", f"use {limits.month:,} tokens per month in UTC"),
+        (tokens > left.day, day_s, "insufficient_quota", f"use {limits.day:,} tokens per day in UTC"),
+        (left.requests < 1, window_s, "rate_limit_exceeded", f"send {limits.requests:,} requests per minute"),
+        (
+            True,
+            window_s,
+            "rate_limit_exceeded",
+            f"use {limits.tokens:,} tokens per minute; a request counts with max_tokens",
+        ),
+    )
+    after_s, code, text = next(cause[1:] for cause in causes if cause[0])
+    return ApiError(429, code, f"the API key may {text}; try again in {after_s:,} s", retry_after_s=after_s)

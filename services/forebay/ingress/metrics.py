@@ -50,11 +50,6 @@ class IngressMetrics:
             "forebay_ingress_key_file_unusable",
             "readings of --api-key-file that failed, so the previous keys were kept",
         )
-        self.limited = counter(
-            "forebay_ingress_limited",
-            "requests rejected by a limit of their API key: requests, tokens, in_flight, day, month or size",
-            "reason",
-        )
         self.limits_degraded = Gauge(
             "forebay_ingress_limits_degraded",
             "1 while limits of API keys are counted by this ingress alone, because Redis fails",

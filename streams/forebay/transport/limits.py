@@ -10,8 +10,10 @@ counts which the store has no longer, the totals become the minimum. The clock i
 later buckets become current ones, so they count for at most one more window, and the day does not begin again.
 """
 
-from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from forebay import runtime
 
@@ -19,6 +21,7 @@ WINDOW_S = 62
 DAY_S = 86_400
 LAPSE_S = 10  # requests in flight at an ingress that has not called for this time have ended
 MEMBER_S = 3_600  # for which the last call of an ingress is recognised if it is repeated
+UNLIMITED = 1 << 50
 
 
 class LimitsUnavailable(Exception):
@@ -26,13 +29,31 @@ class LimitsUnavailable(Exception):
 
 
 class KeyLimits(NamedTuple):
-    """Limits of an API key; 0 is no limit. `day` and `month` are tokens."""
+    """Limits of an API key, or what is left of them. `day` and `month` are tokens."""
 
-    requests: int
-    tokens: int
-    in_flight: int
-    day: int
-    month: int
+    requests: int = UNLIMITED
+    tokens: int = UNLIMITED
+    day: int = UNLIMITED
+    month: int = UNLIMITED
+    in_flight: int = UNLIMITED
+
+    @property
+    def tokens_max(self) -> int:
+        """The lowest limit of tokens."""
+        return min(self.tokens, self.day, self.month)
+
+    def allow(self, tokens: int) -> bool:
+        """Return whether another request with these tokens is within the limits."""
+        return self.in_flight > 0 and self.requests > 0 and tokens <= self.tokens_max
+
+
+class Totals(NamedTuple):
+    """Requests and tokens in the window, and tokens of the day and of the month."""
+
+    requests: int = 0
+    tokens: int = 0
+    day: int = 0
+    month: int = 0
 
 
 class Known(NamedTuple):
@@ -47,10 +68,13 @@ class Known(NamedTuple):
     generation: int = 0
     version: int = 0
     at_s: int = 0
-    requests: int = 0
-    tokens: int = 0
-    day: int = 0
-    month: int = 0
+    totals: Totals = Totals()
+
+    def counting(self, at_s: int) -> tuple[bool, bool, bool, bool]:
+        """Return which of the totals still count at a second of the store's clock."""
+        second = min(self.at_s, at_s)
+        is_recent = second > at_s - WINDOW_S
+        return is_recent, is_recent, second // DAY_S == at_s // DAY_S, month_of(second) == month_of(at_s)
 
 
 class Ask(NamedTuple):
@@ -83,17 +107,16 @@ class Reply(NamedTuple):
         granted_s: second in which the granted `requests` and `tokens` count.
         slots: requests that the ingress may have in flight.
         in_flight: slots of all ingresses.
-        first_requests_s: second of the oldest requests in the window, 0 for none; so is `first_tokens_s`.
+        first_s: oldest second that counts in the window.
     """
 
-    known: Known
-    granted_s: int
-    requests: int
-    tokens: int
-    slots: int
-    in_flight: int
-    first_requests_s: int
-    first_tokens_s: int
+    known: Known = Known()
+    granted_s: int = 0
+    requests: int = 0
+    tokens: int = 0
+    slots: int = 0
+    in_flight: int = 0
+    first_s: int = 0
 
 
 class LimitStore(Protocol):
@@ -108,14 +131,6 @@ class LimitStore(Protocol):
     async def close(self) -> None: ...
 
 
-def month_start(day: int) -> int:
-    """Return the first day of the month of a day, both as days since 1970 (Hinnant's `civil_from_days`)."""
-    day_of_era = (day + 719_468) % 146_097
-    year_of_era = (day_of_era - day_of_era // 1_460 + day_of_era // 36_524 - day_of_era // 146_096) // 365
-    day_of_year = day_of_era - (365 * year_of_era + year_of_era // 4 - year_of_era // 100)
-    return day - (day_of_year - (153 * ((5 * day_of_year + 2) // 153) + 2) // 5)
-
-
 class _Member(NamedTuple):
     sequence: int
     at_s: int
@@ -124,119 +139,108 @@ class _Member(NamedTuple):
     tokens: int
 
 
-@dataclass(slots=True)
-class KeyCounts:
-    """Counts of one key. The script of `forebay.transport.redis.limits` has the same steps.
+class KeyCounts(msgspec.Struct):
+    """Counts of one key.
 
     Attributes:
-        requests: requests by second; so are `tokens`.
-        day: current day, as days since 1970; `month` is the first day of the month.
-        base: requests, tokens, and those of the day and the month that count from before the generation.
+        at_s: second up to which the counts were advanced.
+        window: requests and tokens by second.
+        day: tokens of the day of `at_s`; so are those of the `month`.
+        restored: the part of the totals that counts from before the generation.
+        members: the last call of each ingress.
     """
 
     generation: int = 0
     version: int = 0
+    at_s: int = 0
+    window: dict[int, tuple[int, int]] = {}
     day: int = 0
     month: int = 0
-    day_tokens: int = 0
-    month_tokens: int = 0
-    requests: dict[int, int] = field(default_factory=dict)
-    tokens: dict[int, int] = field(default_factory=dict)
-    base: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
-    members: dict[str, _Member] = field(default_factory=dict)
+    restored: Totals = Totals()
+    members: dict[str, _Member] = {}
 
     def take(self, ask: Ask, now_us: int) -> Reply:
-        now = now_us // 1_000_000
-        self._advance(now)
-        known = ask.known
+        """Apply a call at a time of the store's clock."""
+        now, known = now_us // 1_000_000, ask.known
+        self.advance(now)
         if not self.generation or (known.generation == self.generation and known.version > self.version):
-            self.generation = now_us
-            self.base = [_total(self.requests), _total(self.tokens), self.day_tokens, self.month_tokens]
+            self.generation, self.restored = now_us, self.totals()
         if known.generation not in (0, self.generation):
-            self._restore(known, now)
+            self._restore(known)
         mine = self.members.get(ask.ingress)
         if mine is None or mine.sequence != ask.sequence:
-            for second, requests, tokens in ask.changes:
-                self._add(min(second, now), now, requests, tokens)
-            mine = self._grant(ask, now)
+            for change in ask.changes:
+                self.add(*change)
+            requests, tokens = self._granted(ask)
+            self.add(now, requests, tokens)
+            mine = _Member(ask.sequence, now, 0, requests, tokens)
         others = sum(
             one.slots for name, one in self.members.items() if name != ask.ingress and now - one.at_s < LAPSE_S
         )
-        slots = ask.slots
-        if ask.limits.in_flight:
-            slots = max(ask.in_flight, min(slots, ask.limits.in_flight - others))
+        slots = max(ask.in_flight, min(ask.slots, ask.limits.in_flight - others))
         # The second of the grant stays that of the call, so that a repeated call gets the same reply.
         self.members[ask.ingress] = mine._replace(slots=slots)
         self.version += 1
-        totals = (_total(self.requests), _total(self.tokens), self.day_tokens, self.month_tokens)
-        reached = Known(self.generation, self.version, now, *totals)
-        first = min(self.requests, default=0), min(self.tokens, default=0)
-        return Reply(reached, mine.at_s, mine.requests, mine.tokens, slots, others + slots, *first)
+        reached = Known(self.generation, self.version, now, self.totals())
+        return Reply(reached, mine.at_s, mine.requests, mine.tokens, slots, others + slots, self.first_s)
 
-    def _advance(self, now: int) -> None:
-        day = now // DAY_S
-        month = month_start(day)
-        if day > self.day:
-            self.day_tokens = self.base[2] = 0
-        if month > self.month:
-            self.month_tokens = self.base[3] = 0
-        self.day, self.month = day, month
-        for counts in (self.requests, self.tokens):
-            for second in sorted(counts):
-                if second <= now - WINDOW_S:
-                    del counts[second]
-                elif second > now:
-                    counts[now] = counts.get(now, 0) + counts.pop(second)
-        for name, one in list(self.members.items()):
-            if now - one.at_s >= MEMBER_S:
-                del self.members[name]
-            elif one.at_s > now:
-                self.members[name] = one._replace(at_s=now)
+    @property
+    def first_s(self) -> int:
+        """Oldest second that counts in the window."""
+        return min(self.window, default=self.at_s)
 
-    def _restore(self, known: Known, now: int) -> None:
-        """Make totals of an earlier generation the minimum."""
-        second, base = min(known.at_s, now), self.base
-        if second > now - WINDOW_S:
-            for at, counts in enumerate((self.requests, self.tokens)):
-                more = known[3 + at] - base[at]
-                if more > 0:
-                    counts[second] = counts.get(second, 0) + more
-                    base[at] += more
-        if second // DAY_S == self.day and known.day > base[2]:
-            self.day_tokens += known.day - base[2]
-            base[2] = known.day
-        if second // DAY_S >= self.month and known.month > base[3]:
-            self.month_tokens += known.month - base[3]
-            base[3] = known.month
+    def totals(self) -> Totals:
+        requests, tokens = (sum(amounts[at] for amounts in self.window.values()) for at in (0, 1))
+        return Totals(max(0, requests), max(0, tokens), self.day, self.month)
 
-    def _grant(self, ask: Ask, now: int) -> _Member:
-        limits = ask.limits
-        requests, tokens = ask.requests, ask.tokens
-        if limits.requests:
-            requests = min(requests, max(0, limits.requests - _total(self.requests)))
-        if limits.tokens:
-            tokens = min(tokens, max(0, limits.tokens - _total(self.tokens)))
-        if limits.day:
-            tokens = min(tokens, max(0, limits.day - self.day_tokens))
-        if limits.month:
-            tokens = min(tokens, max(0, limits.month - self.month_tokens))
-        self._add(now, now, requests, tokens)
-        return _Member(ask.sequence, now, 0, requests, tokens)
+    def advance(self, now: int) -> None:
+        """Forget what does not count at a second any more."""
+        if now // DAY_S > self.at_s // DAY_S:
+            self.day, self.restored = 0, self.restored._replace(day=0)
+        if month_of(now) > month_of(self.at_s):
+            self.month, self.restored = 0, self.restored._replace(month=0)
+        self.at_s = now
+        window, self.window = self.window, {}
+        for second, amounts in window.items():
+            self._count(second, *amounts)
+        self.members = {
+            name: one._replace(at_s=min(one.at_s, now))
+            for name, one in self.members.items()
+            if now - one.at_s < MEMBER_S
+        }
 
-    def _add(self, second: int, now: int, requests: int, tokens: int) -> None:
-        if second > now - WINDOW_S:
-            for counts, amount in ((self.requests, requests), (self.tokens, tokens)):
-                counts[second] = counts.get(second, 0) + amount
-                if not counts[second]:
-                    del counts[second]
-        if second // DAY_S == self.day:
-            self.day_tokens = max(0, self.day_tokens + tokens)
-        if second // DAY_S >= self.month:
-            self.month_tokens = max(0, self.month_tokens + tokens)
+    def add(self, second: int, requests: int, tokens: int) -> None:
+        """Count requests and tokens for the second in which they were taken."""
+        self._count(second, requests, tokens)
+        if second // DAY_S >= self.at_s // DAY_S:
+            self.day = max(0, self.day + tokens)
+        if month_of(second) >= month_of(self.at_s):
+            self.month = max(0, self.month + tokens)
+
+    def _count(self, second: int, requests: int, tokens: int) -> None:
+        second = min(second, self.at_s)
+        if second > self.at_s - WINDOW_S:
+            had = self.window.pop(second, (0, 0))
+            if (amounts := (had[0] + requests, had[1] + tokens)) != (0, 0):
+                self.window[second] = amounts
+
+    def _granted(self, ask: Ask) -> tuple[int, int]:
+        left = KeyLimits(*(limit - total for limit, total in zip(ask.limits, self.totals(), strict=False)))
+        return min(ask.requests, max(0, left.requests)), min(ask.tokens, max(0, left.tokens_max))
+
+    def _restore(self, known: Known) -> None:
+        """Make the totals of an earlier generation the minimum, as far as they still count."""
+        counted = zip(known.totals, known.counting(self.at_s), self.restored, strict=True)
+        more = Totals(*(max(0, total * counts - had) for total, counts, had in counted))
+        self._count(known.at_s, more.requests, more.tokens)
+        self.day, self.month = self.day + more.day, self.month + more.month
+        self.restored = Totals(*(had + added for had, added in zip(self.restored, more, strict=True)))
 
 
-def _total(counts: dict[int, int]) -> int:
-    return max(0, sum(counts.values()))
+def month_of(at_s: int) -> tuple[int, int]:
+    """Return the year and the month in UTC of a Unix time."""
+    date = datetime.fromtimestamp(at_s, UTC)
+    return date.year, date.month
 
 
 class MemoryLimits:
