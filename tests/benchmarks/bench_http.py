@@ -1,4 +1,6 @@
-"""Benchmark of forebay's control plane against Dynamo's: the same load on both, alternately, on one machine.
+"""Benchmark of forebay's control plane against Dynamo's or, with `--keys`, against forebay's without API keys.
+
+Both sides get the same load, alternately, on one machine.
 
 It needs a folder of peer scripts (FOREBAY_PEERS or --peers) with dynamo.sh, which starts and stops Dynamo's frontend
 with mock engines. Engine time is near zero on both sides, so the benchmark measures HTTP, chat template, tokenization,
@@ -18,9 +20,10 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,15 +128,15 @@ def _is_ready() -> bool:
 
 
 @contextmanager
-def forebay(model: Path, verified: Verified, speedup: str = FAST) -> Iterator[str]:
-    """Run forebay, and verify its log afterwards."""
+def forebay(model: Path, verified: Verified, speedup: str = FAST, *, keys: Path | None = None) -> Iterator[str]:
+    """Run forebay, with a file of API keys if given, and verify its log afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         log = f"{folder}/log.db"
         options = (
             *("--workers", str(WORKERS), "--model", str(model), "--model-name", "tiny", "--speedup", speedup),
             *("--kv-blocks", "65536", "--max-num-seqs", "512", "--max-num-batched-tokens", "65536"),
         )
-        with up(log, *options) as pids:
+        with up(log, *options, *(("--api-key-file", str(keys)) if keys else ())) as pids:
             yield pids
         command = [FOREBAY, "verify", log, "--json"]
         verified.add(json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout))
@@ -163,12 +166,18 @@ def medians(results: list[dict[str, Any]]) -> Medians:
     )
 
 
-def print_cases(name: str, ours: dict[str, list[dict[str, Any]]], theirs: dict[str, list[dict[str, Any]]]) -> None:
-    """Print both systems' medians by case, and their ratios; of ITL the difference, forebay's minus Dynamo's."""
+def print_cases(
+    name: str,
+    ours: dict[str, list[dict[str, Any]]],
+    theirs: dict[str, list[dict[str, Any]]],
+    *,
+    peer_name: str = "Dynamo",
+) -> None:
+    """Print both systems' medians by case, and their ratios; of ITL the difference, forebay's minus the other's."""
     print(f"| case | | {HEADER} |\n|---|---|{'---|' * (HEADER.count('|') + 1)}")
     for case, results in ours.items():
         mine, peer = medians(results), medians(theirs[case])
-        print(f"| {case} | {name} | {mine.cells()} |\n| | Dynamo | {peer.cells()} |")
+        print(f"| {case} | {name} | {mine.cells()} |\n| | {peer_name} | {peer.cells()} |")
         itl = f"{mine.itl_p50_ms - peer.itl_p50_ms:+.2f} / {mine.itl_p90_ms - peer.itl_p90_ms:+.2f}"
         print(
             f"| | ratio, ITL: difference | {mine.requests_per_s / peer.requests_per_s:.2f} "
@@ -177,28 +186,54 @@ def print_cases(name: str, ours: dict[str, list[dict[str, Any]]], theirs: dict[s
         )
 
 
+@contextmanager
+def key_file() -> Iterator[tuple[Path, str]]:
+    """Yield a file with a key of a tenant that has every kind of limit, and the key."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, many = Path(folder, "keys"), str(10**12)
+        limits = [
+            part for name in ("rpm", "tpm", "in-flight", "budget-day", "budget-month") for part in (f"--{name}", many)
+        ]
+        command = [FOREBAY, "keys", "create", "--tenant", "bench", *limits, "--file", str(path)]
+        yield path, subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
+Side = Callable[[str], AbstractContextManager[str]]  # from a speed of the engines to pids
+
+
+def measure(sides: list[tuple[Side, str, list[str]]], rounds: int) -> list[dict[str, list[dict[str, Any]]]]:
+    """Load the sides in turn, each with its URL and options of the load client; return the results by side and case."""
+    found: list[dict[str, list[dict[str, Any]]]] = [{case: [] for case in (*CASES, *STEADY_CASES)} for _ in sides]
+    for number in range(rounds):
+        sys.stderr.write(f"round {number + 1} of {rounds}\n")
+        for speedup, cases in ((FAST, CASES), (STEADY_SPEED, STEADY_CASES)):
+            for (side, url, own), results in zip(sides, found, strict=True):
+                with side(speedup) as pids:
+                    for case, options in cases.items():
+                        results[case].append(load(url, pids, [*options, *own]))
+    return found
+
+
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, default=os.environ.get("FOREBAY_PEERS"))
     parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "forebay-peers")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--keys", action="store_true", help="measure keys, limits and cache salts instead of Dynamo")
     args = parser.parse_args()
-    if args.peers is None:
+    if args.peers is None and not args.keys:
         raise SystemExit("set FOREBAY_PEERS to the folder with dynamo.sh")
-    verified = Verified()
-    ours: dict[str, list[dict[str, Any]]] = {case: [] for case in (*CASES, *STEADY_CASES)}
-    theirs: dict[str, list[dict[str, Any]]] = {case: [] for case in ours}
-    for number in range(args.rounds):
-        sys.stderr.write(f"round {number + 1} of {args.rounds}\n")
-        for speedup, cases in ((FAST, CASES), (STEADY_SPEED, STEADY_CASES)):
-            with forebay(args.home / "tiny-model", verified, speedup) as pids:
-                for case, options in cases.items():
-                    ours[case].append(load(URL, pids, options))
-            with dynamo(args.peers, speedup) as pids:
-                for case, options in cases.items():
-                    theirs[case].append(load(f"http://127.0.0.1:{PEER_PORT}", pids, options))
-    print_cases("forebay", ours, theirs)
+    model, verified = args.home / "tiny-model", Verified()
+    plain = partial(forebay, model, verified), URL, list[str]()
+    if args.keys:
+        with key_file() as (path, key):
+            keyed = partial(forebay, model, verified, keys=path), URL, ["--api-key", key]
+            ours, theirs = measure([keyed, plain], args.rounds)
+        print_cases("with keys", ours, theirs, peer_name="without keys")
+    else:
+        ours, theirs = measure([plain, (partial(dynamo, args.peers), f"http://127.0.0.1:{PEER_PORT}", [])], args.rounds)
+        print_cases("forebay", ours, theirs)
     print(f"\n{verified}")
     verified.check()
 

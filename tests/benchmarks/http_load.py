@@ -41,6 +41,8 @@ def request_bytes(args: argparse.Namespace) -> Iterator[bytes]:
     url = urlsplit(args.url)
     path = "/v1/completions" if args.text else "/v1/chat/completions"
     head = f"POST {path} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
+    if args.api_key:
+        head += f"Authorization: Bearer {args.api_key}\r\n"
     shared = args.words // 2
     rng = random.Random(SEED)
     prefixes = [_words(rng, shared) for _ in range(GROUPS)]
@@ -336,6 +338,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True, help="the server, without /v1 (http only)")
     parser.add_argument("--model", default="tiny")
+    parser.add_argument("--api-key", default="")
     parser.add_argument("--conc", type=int, default=16, help="connections, each with one request in flight")
     parser.add_argument("--requests", type=int, default=2000, help="measured requests")
     parser.add_argument("--warmup", type=int, default=50, help="unmeasured requests before the measured ones")
