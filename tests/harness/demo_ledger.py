@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import httpx
-
-from infra.kafka.kafka import tail
+from infra.kafka.kafka import HOST, tail
+from tests.benchmarks.http_load import Connection, connect
 from tests.harness.cluster import FOREBAY, GROUP, Cluster
 from tests.harness.demos import Demo, Place, Result
 from tests.harness.failover import lost
@@ -79,34 +78,41 @@ class Clients:
         repeated: number of times that a request failed, and was sent again.
     """
 
-    def __init__(self, client: httpx.AsyncClient, url: str) -> None:
+    def __init__(self, url: str) -> None:
         self.counted: Counter[str] = Counter()
         self.repeated = 0
-        self._client = client
         self._url = url
 
     async def run(self, requests: int) -> None:
         numbers = iter(range(requests))
 
         async def send() -> None:
-            for number in numbers:
-                await self._send(number)
+            connection = await connect(self._url)
+            try:
+                for number in numbers:
+                    await self._send(connection, number)
+            finally:
+                connection.close()
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(min(CONCURRENCY, requests)):
                 tasks.create_task(send())
 
-    async def _send(self, number: int) -> None:
+    async def _send(self, connection: Connection, number: int) -> None:
         body = {"model": GROUP, "prompt": prompt(number % PROMPTS), "max_tokens": 1 + number % 16, "ignore_eos": True}
+        raw = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
+        request = f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw
         while True:
-            response = await self._client.post(f"{self._url}/v1/completions", json=body)
-            if response.status_code == httpx.codes.OK:
+            async with asyncio.timeout(TIMEOUT_S):
+                response = await connection.send(request)
+            if response.status == "200":
                 break
-            if response.status_code < httpx.codes.INTERNAL_SERVER_ERROR:
-                raise ProcessError(f"request {number}: {response.status_code} {response.text}")
+            if response.status < "500":
+                raise ProcessError(f"request {number}: {response.received.decode()}")
             self.repeated += 1
             await asyncio.sleep(RETRY_S)
-        usage = response.json()["usage"]
+        usage = json.loads(response.received[response.body_at :])["usage"]
         found = {"prompt_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
         self.counted.update(requests=1, cached_tokens=usage["prompt_tokens_details"]["cached_tokens"], **found)
 
@@ -125,23 +131,22 @@ class Scene:
 
     async def play(self, requests: int, kills: int) -> Clients:
         """Send requests, and kill a process each time that a share of them was answered."""
-        async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None)) as client:
-            clients = Clients(client, self._cluster.urls["i1"])
-            running = asyncio.create_task(clients.run(requests))
-            try:
-                for number in range(kills):
-                    share = (number + 1) * requests // (kills + 1)
+        clients = Clients(self._cluster.urls["i1"])
+        running = asyncio.create_task(clients.run(requests))
+        try:
+            for number in range(kills):
+                share = (number + 1) * requests // (kills + 1)
 
-                    def has_passed(share: int = share) -> bool:
-                        return running.done() or clients.counted["requests"] >= share
+                def has_passed(share: int = share) -> bool:
+                    return running.done() or clients.counted["requests"] >= share
 
-                    text = f"{share} requests were answered"
-                    await self._cluster.until(text, has_passed, within_s=TIMEOUT_S * kills)
-                    DEMO.report(f"kill -9 of {await self._kill(number)} after {clients.counted['requests']} requests")
-                await running
-            finally:
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
+                text = f"{share} requests were answered"
+                await self._cluster.until(text, has_passed, within_s=TIMEOUT_S * kills)
+                DEMO.report(f"kill -9 of {await self._kill(number)} after {clients.counted['requests']} requests")
+            await running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
         return clients
 
     async def stop(self) -> None:
