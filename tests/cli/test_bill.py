@@ -47,7 +47,7 @@ def log_of(path: Path, *, has_ledger: bool, changed: int = -1) -> Path:
                 for drafts in (journal[:half], journal[half:]):
                     await log.append(drafts)
                     await other.append(drafts)
-                    await ChainWriter(other, 0, "writer").advance(0)
+                    await ChainWriter(other, 0).advance(0)
                 values = [record.value for record in other.records(USAGE.name, 0, 0, 9)]
             assert len(values) == 2
             if changed >= 0:
@@ -88,17 +88,15 @@ def test_a_ledger_is_verified_against_the_log_and_an_anchor(tmp_path: Path) -> N
     log = log_of(tmp_path / "log.db", has_ledger=True)
     (report,) = json_of("bill", "verify", log)
     assert (report["records"], report["derived"], report["differences"]) == (2, 2, [])
-    head = forebay("bill", "head", log)
-    assert json.loads(head.stdout) == report["head"]
-    (anchor := tmp_path / "anchor").write_text(head.stdout)
+    (anchor := tmp_path / "anchor").write_text(json.dumps([report]))
     run = forebay("bill", "verify", log, "--anchor", anchor)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.startswith("partition 0: 2 records, 2 derived again, the journal up to offset ")
-    other = {**report["head"], "hash": "0" * 64}
-    anchor.write_text(json.dumps(other) + "\n" + json.dumps({**other, "partition": 3}))
+    other = {**report, "head": "0" * 64}
+    anchor.write_text(json.dumps([other, {**other, "partition": 3}]))
     run = forebay("bill", "verify", log, "--anchor", anchor)
     assert run.returncode == 1
-    assert "the ledger differs: the anchor names record 1 with the hash 000" in run.stderr
+    assert "the ledger differs: the anchor has 2 records, the last one with the hash 000" in run.stderr
     assert "1 other differences" in run.stderr
 
 
@@ -121,10 +119,8 @@ def test_wrong_input_has_one_clear_error(tmp_path: Path) -> None:
     assert error("verify", log) == f"nothing to verify: {log} has no ledger"
     assert error(log, "--month", "2026-13") == "--month 2026-13: expected YYYY-MM, for example 2026-12"
     assert "expected YYYY-MM" in error(log, "--month", "9999-12")
-    (anchor := tmp_path / "anchor").write_text("{}")
-    assert "expected the output of `forebay bill head`" in error("verify", log, "--anchor", anchor)
-    anchor.write_text("")
-    assert "has no record" in error("verify", log, "--anchor", anchor)
+    for text in ("{}", "[]"):
+        (anchor := tmp_path / "anchor").write_text(text)
+        assert "expected the output of `forebay bill verify --json`" in error("verify", log, "--anchor", anchor)
     assert "No such file" in error("verify", log, "--anchor", tmp_path / "missing")
-    assert error("head") == "expected either a log file or --kafka"
-    assert forebay("bill", "head", log).stdout == ""
+    assert error("verify") == "expected either a log file or --kafka"

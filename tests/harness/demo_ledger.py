@@ -164,15 +164,14 @@ class Scene:
         return found
 
     async def verified(self) -> dict[str, Any]:
-        """Verify the ledger against its own head, and return the report of the only chain."""
+        """Verify the ledger, also against its own report, and return the report of the only chain."""
         anchor = self._cluster.processes.folder / "anchor"
-        anchor.write_text(await self._bill("head"))
+        anchor.write_text(await self._bill("verify", "--json"))
         (report,) = json.loads(await self._bill("verify", "--json", "--anchor", str(anchor)))
         return dict(report)
 
     def _start_writer(self, name: str) -> None:
-        options = ("--id", name, "--every-s", "1")
-        self._cluster.processes.start(name, [FOREBAY, "ledger", *self._cluster.where, *options])
+        self._cluster.processes.start(name, [FOREBAY, "ledger", *self._cluster.where, "--every-s", "1"])
 
     async def _kill(self, number: int) -> str:
         """Kill a writer, the owner or a worker, and start it again. Return what was killed."""

@@ -15,9 +15,9 @@ from forebay.events.codec import decode
 from forebay.events.progress import RequestFinished
 from forebay.events.topics import DECISIONS, USAGE
 from forebay.events.usage import UsageEntry, UsageRecorded
-from forebay.journal.ledger import Chain, Head, seal, verify_chain
+from forebay.journal.ledger import Chain, LedgerReport, seal, verify_chain
 from forebay.journal.usage import HOUR_US, derive
-from forebay.live.ledger import ChainWriter, Ledger, LedgerMetrics
+from forebay.live.ledger import ChainWriter, Ledger
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.replay.recorder import Recorder, fleet
@@ -74,7 +74,7 @@ async def chain_of(*, pieces: int = 6) -> SqliteLog:
     """Return a log with a chain of `pieces` records."""
     growing = Growing(history(2 * pieces + 1))
     await growing.begin()
-    writer = ChainWriter(growing.log, 0, "writer")
+    writer = ChainWriter(growing.log, 0)
     for _ in range(pieces):
         await growing.grow(6)
         await writer.advance(0)
@@ -106,11 +106,11 @@ async def test_writers_that_alternate_race_and_die_write_what_the_journal_leads_
     with closing(growing.log) as log:
         await growing.begin()
         racing = _Racing(log)
-        writers = [ChainWriter(log, 0, "first"), ChainWriter(racing, 0, "second")]
+        writers = [ChainWriter(log, 0), ChainWriter(racing, 0)]
         for count, what in steps:
             await growing.grow(count)
             if what == "killed":
-                writers = [ChainWriter(log, 0, "first"), ChainWriter(racing, 0, "second")]
+                writers = [ChainWriter(log, 0), ChainWriter(racing, 0)]
             racing.other = writers[0] if what == "both" else None
             await writers[what != "first"].advance(0)
         racing.other = None
@@ -121,7 +121,7 @@ async def test_writers_that_alternate_race_and_die_write_what_the_journal_leads_
         report = await verify_chain(log, 0)
         assert report.differences == []
         assert report.records == report.derived
-        assert report.repeated == racing.lost
+        assert len(await values_of(log)) == report.records + racing.lost
         assert sums(await growing.recorded()) == sums(await derive(log, 0))
 
 
@@ -148,7 +148,7 @@ async def test_a_record_is_due_after_a_time_or_when_an_hour_is_over() -> None:
     with closing(growing.log) as log:
         await growing.begin()
         await growing.end()
-        writer = ChainWriter(log, 0, "writer")
+        writer = ChainWriter(log, 0)
         assert not await writer.advance(FOR_EVER_US)
         made.progress("r1", RequestFinished, HOUR_US, finish_reason="stop", output_tokens=5)
         made.seal()
@@ -156,7 +156,7 @@ async def test_a_record_is_due_after_a_time_or_when_an_hour_is_over() -> None:
     with closing(later.log) as log:
         await later.begin()
         await later.end()
-        writer = ChainWriter(log, 0, "writer")
+        writer = ChainWriter(log, 0)
         assert await writer.advance(FOR_EVER_US), "the hour of the first request is over"
         assert [one.hour_us for one in await later.recorded()] == [0, HOUR_US]
         assert writer.behind > 0
@@ -164,16 +164,16 @@ async def test_a_record_is_due_after_a_time_or_when_an_hour_is_over() -> None:
         assert writer.behind == 0
 
 
-async def test_a_record_without_usage_follows_a_day_without_any() -> None:
+async def test_a_record_without_usage_follows_an_hour_without_any() -> None:
     made = history(0)
     for _ in range(3):
-        made("control", None, 12 * HOUR_US)
+        made("control", None, HOUR_US // 2)
         made.seal()
     growing = Growing(made)
     with closing(growing.log) as log:
         await growing.begin()
-        await growing.grow(2)
-        writer = ChainWriter(log, 0, "writer")
+        await growing.grow(len(made.journal) - 2)
+        writer = ChainWriter(log, 0)
         assert not await writer.advance(0)
         await growing.end()
         assert await writer.advance(0)
@@ -189,7 +189,7 @@ async def test_a_record_has_a_bounded_number_of_entries(monkeypatch: pytest.Monk
     with closing(growing.log) as log:
         await growing.begin()
         await growing.end()
-        writer = ChainWriter(log, 0, "writer")
+        writer = ChainWriter(log, 0)
         while await writer.advance(FOR_EVER_US):
             pass
         records = await Chain(log, 0).read()
@@ -221,7 +221,7 @@ async def test_a_lost_record_is_found_and_a_writer_derives_it_again() -> None:
             report = await verify_chain(copy, 0)
             assert len(report.differences) == len(values) - 3
             assert "does not continue the chain: it has number 3 after hash" in report.differences[0]
-            writer = ChainWriter(copy, 0, "another")
+            writer = ChainWriter(copy, 0)
             while await writer.advance(0):
                 pass
             chain = Chain(copy, 0)
@@ -235,7 +235,6 @@ async def test_a_chain_that_was_computed_again_differs_from_the_journal_and_from
     with closing(log):
         whole = await verify_chain(log, 0)
         assert whole.differences == []
-        assert whole.head is not None
         forged: list[bytes] = []
         previous = ""
         for value in await values_of(log):
@@ -245,9 +244,9 @@ async def test_a_chain_that_was_computed_again_differs_from_the_journal_and_from
             forged.append(seal(replace(record, entries=entries, previous=previous)))
             previous = decode(USAGE, forged[-1]).hash
         with closing(await with_chain(log, forged)) as copy:
-            report = await verify_chain(copy, 0, whole.head)
-            assert "the anchor names record" in report.differences[0]
-            assert whole.head.hash in report.differences[0]
+            report = await verify_chain(copy, 0, whole)
+            assert f"the anchor has {whole.records} records" in report.differences[0]
+            assert whole.head in report.differences[0]
             assert len(report.differences) == 2
             assert report.differences[1].startswith("record 1 of usage/0: tenant ")
             assert "the record has output_tokens" in report.differences[1]
@@ -255,17 +254,20 @@ async def test_a_chain_that_was_computed_again_differs_from_the_journal_and_from
             report = await verify_chain(copy, 0)
             assert (report.differences, report.derived) == ([], 0), "only the anchor shows it now"
         with closing(await with_chain(log, (await values_of(log))[:-2])) as copy:
-            assert "but the chain has" in (await verify_chain(copy, 0, whole.head)).differences[0]
-            older = Head(partition=0, number=0, hash=decode(USAGE, (await values_of(log))[0]).hash)
+            assert "but the chain of usage/0 has no such record" in (await verify_chain(copy, 0, whole)).differences[0]
+            older = LedgerReport(partition=0, records=1, head=decode(USAGE, (await values_of(log))[0]).hash)
             assert (await verify_chain(copy, 0, older)).differences == []
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda entries: entries[1:], "the record has no entry, the journal leads to requests"),
-        (lambda entries: (*entries, UsageEntry(hour_us=0, tenant="zorg")), "the journal leads to no entry"),
-        (lambda entries: (*entries, entries[-1]), "the record has an entry twice"),
+        (lambda entries: entries[1:], "the record has requests 0, prompt_tokens 0, output_tokens 0"),
+        (
+            lambda entries: (*entries, UsageEntry(hour_us=0, tenant="zorg", requests=3)),
+            "the record has requests 3, the journal leads to",
+        ),
+        (lambda entries: (*entries, entries[-1]), "the record has an empty or a repeated entry"),
     ],
 )
 async def test_every_kind_of_difference_is_named(change: Any, text: str) -> None:
@@ -304,11 +306,11 @@ async def test_a_writer_says_what_retention_removed(caplog: pytest.LogCaptureFix
         first = Growing(history(3))
         await first.begin()
         await first.end()
-        await ChainWriter(first.log, 0, "writer").advance(0)
+        await ChainWriter(first.log, 0).advance(0)
         await log.append([Draft(USAGE.name, 0, value) for value in await values_of(first.log)])
         first.log.close()
         log.trim(DECISIONS.name, 0, until_offset + 1, 1_000)
-        writer = ChainWriter(log, 0, "writer")
+        writer = ChainWriter(log, 0)
         assert await writer.advance(0)
         text = f"the ledger lacks the journal offsets {until_offset} to {until_offset} of control partition 0"
         assert text in caplog.text
@@ -321,16 +323,15 @@ async def test_a_ledger_writes_all_partitions_and_finishes(caplog: pytest.LogCap
         await growing.begin()
         await growing.grow(12)
         registry = CollectorRegistry()
-        ledger = Ledger(log, "writer", every_s=0.0)
-        LedgerMetrics(ledger, registry)
+        ledger = Ledger(log, registry, every_s=0.0)
         running = asyncio.create_task(ledger.run())
-        await until(lambda: ledger.writers and ledger.writers[0].appended)
+        await until(lambda: ledger.writers and ledger.writers[0].chain.head)
         await growing.end()
-        ledger.stop()
+        await ledger.stop()
         await running
         assert (await verify_chain(log, 0)).differences == []
         assert sums(await growing.recorded()) == sums(await derive(log, 0))
-        assert b'forebay_ledger_records_total{partition="0"} 2.0' in generate_latest(registry)
+        assert b'forebay_ledger_behind_records{partition="0"} 0.0' in generate_latest(registry)
         assert caplog.text == ""
 
 
@@ -344,9 +345,9 @@ async def test_a_journal_that_cannot_be_read_stops_its_chain_with_one_message(
     with closing(growing.log) as log:
         await growing.begin()
         await growing.end()
-        ledger = Ledger(log, "writer", every_s=0.0)
+        ledger = Ledger(log, CollectorRegistry(), every_s=0.0)
         running = asyncio.create_task(ledger.run())
         await until(lambda: ledger.writers and ledger.writers[0].problem)
-        ledger.stop()
+        await ledger.stop()
         await running
     assert caplog.text.count("the ledger of control partition 0 stopped: the log lost 1 journal records") == 1

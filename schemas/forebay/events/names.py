@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 from itertools import takewhile
 from typing import Literal
 
-Kind = Literal["model", "adapter", "pool", "worker", "router", "ingress", "planner", "ledger", "namespace"]
+Kind = Literal["model", "adapter", "pool", "worker", "router", "ingress", "planner", "namespace"]
 
 NAME_CHARS_MAX = 256  # limit of the `Name` type of events
 NAMESPACE_CHARS_MAX, POOL_CHARS_MAX = 120, 120  # Kafka allows 249 characters: `<namespace>.work.<pool>`

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from forebay.events.base import Count, Event, Part
-from forebay.events.privacy import DROPPED, KEPT, MODEL, OWNER, TENANT
+from forebay.events.privacy import DROPPED, KEPT, MODEL, TENANT
 
 HASH_DIGITS = 64
 NO_HASH = "0" * HASH_DIGITS  # of a record that is not sealed yet
@@ -29,8 +29,8 @@ class LedgerPosition(Part, frozen=True, kw_only=True):
             let an owner continue from a snapshot.
         now_us: clock of the owner, in microseconds.
         owner_epoch: epoch of the owner; -1 before the first claim.
-        owner_nonce: random text in the claim of the owner; empty if it is unknown.
-        seq: sequence number of the owner's next record; -1 if it is unknown.
+        owner_nonce: random text in the claim of the owner; null if it is unknown.
+        seq: sequence number of the owner's next record; null if it is unknown.
         core_version: version of the owner's decision rules.
     """
 
@@ -40,8 +40,8 @@ class LedgerPosition(Part, frozen=True, kw_only=True):
     submitted: Count = 0
     now_us: int = 0
     owner_epoch: int = -1
-    owner_nonce: Annotated[str, KEPT] = ""
-    seq: Annotated[int, msgspec.Meta(ge=-1)] = 0
+    owner_nonce: Annotated[str, KEPT] | None = ""
+    seq: Count | None = 0
     core_version: Count = 0
 
 
@@ -91,8 +91,6 @@ class UsageRecorded(Event, tag="usage.recorded", frozen=True, kw_only=True):
         from_offset: first journal offset that the record covers.
         until_offset: offset after the last journal record that the record covers.
         entries: usage, ordered by hour, tenant, key and model.
-        writer: name of the process that wrote the record.
-        at_us: wall clock of the writer in microseconds, for display only.
         previous: hash of the previous record; empty for the first one.
         hash: SHA-256, as hex, of the bytes of this record up to this value. Always the last field.
     """
@@ -102,8 +100,6 @@ class UsageRecorded(Event, tag="usage.recorded", frozen=True, kw_only=True):
     from_offset: Count
     until_offset: Count
     entries: tuple[UsageEntry, ...]
-    writer: Annotated[str, msgspec.Meta(max_length=256), OWNER] = ""
-    at_us: int = 0
     previous: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$", max_length=HASH_DIGITS), KEPT] = ""
     hash: RecordHash
 

@@ -78,7 +78,6 @@ COMMANDS: dict[str, dict[str, str | Subcommands]] = {
             {
                 "show": "command:BillShowCommand",
                 "verify": "command:BillVerifyCommand",
-                "head": "command:BillHeadCommand",
             },
             default="show",
         ),

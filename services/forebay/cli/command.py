@@ -283,18 +283,10 @@ class BillVerifyCommand:
 
     source: Source
     anchor: Annotated[
-        Path | None, Option(metavar="FILE", help="Output of an earlier `forebay bill head`, which the chain must have.")
+        Path | None,
+        Option(metavar="FILE", help="Output of an earlier `verify --json`, whose records the chain must have."),
     ] = None
     json: JsonOption = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BillHeadCommand:
-    """Print the last record of each chain of the ledger as JSON lines, to be kept elsewhere for `verify --anchor`."""
-
-    RUN: ClassVar = "bill:run_head"
-
-    source: Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,20 +7,22 @@ that does not continue the chain is a fault, because a writer never appends such
 the log lost the record before it. A writer that finds a fault continues from the last good record.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from hashlib import sha256
 
 import msgspec
+from msgspec.structs import astuple
 
 from forebay.events.codec import DecodeError, encode
 from forebay.events.topics import USAGE
 from forebay.events.usage import HASH_DIGITS, NO_HASH, UsageEntry, UsageRecorded
-from forebay.journal.usage import UsageReader, is_readable
+from forebay.journal.usage import SUMS, UsageReader, is_readable
 from forebay.transport.base import Log, Record, event_of, records_of
 
 END = b'"}'  # follows the hash
-FAULTS_MAX = 100  # faults that a reader keeps; it counts the others
+FAULTS_MAX = 100  # faults that a reader keeps
+KEY = 4  # fields before the sums of an entry
+NOTHING = (0,) * len(SUMS)
 
 
 def seal(record: UsageRecorded) -> bytes:
@@ -35,14 +37,12 @@ class Chain:
     Attributes:
         head: the last valid record; None before the first one.
         position: offset of the next record to read.
-        repeated: number of records that another writer had already appended.
         faults: the first records that do not continue the chain, as text with their offset.
     """
 
     def __init__(self, log: Log, partition: int) -> None:
         self.head: UsageRecorded | None = None
         self.position = 0
-        self.repeated = 0
         self.faults: list[str] = []
         self._log = log
         self._partition = partition
@@ -54,77 +54,67 @@ class Chain:
         valid: list[UsageRecorded] = []
         async for stored in records_of(self._log, USAGE, self._partition, start, end):
             self.position = stored.offset + 1
-            fault = self._apply(stored)
-            if fault is None:
-                assert self.head is not None, "a valid record becomes the head"
-                valid.append(self.head)
+            record, fault = self._checked(stored)
+            if record is not None:
+                self.head = record
+                valid.append(record)
             elif fault and len(self.faults) < FAULTS_MAX:
                 self.faults.append(f"record at offset {stored.offset} of {USAGE.name}/{self._partition} {fault}")
         return valid
 
-    def _apply(self, stored: Record) -> str | None:
-        """Apply a record. Return None if it is valid, a fault if there is one, and no text if it repeats a number."""
+    def _checked(self, stored: Record) -> tuple[UsageRecorded | None, str]:
+        """Return the next valid record, or else its fault. A record that another writer appended first has none."""
         try:
             record: UsageRecorded = event_of(USAGE, stored)
         except DecodeError as error:
-            return f"does not decode ({error})"
+            return None, f"does not decode ({error})"
         content, end = stored.value[: -HASH_DIGITS - len(END)], stored.value[-len(END) :]
         if sha256(content).hexdigest() != record.hash or end != END:
-            return f"was changed: its hash is {record.hash}, its content has {sha256(content).hexdigest()}"
+            return None, f"was changed: its hash is {record.hash}, its content has {sha256(content).hexdigest()}"
         head = self.head
         number, previous, covered = (-1, "", 0) if head is None else (head.number, head.hash, head.until_offset)
         if record.number <= number:
-            self.repeated += 1
-            return ""
+            return None, ""
         if (record.number, record.previous) != (number + 1, previous):
-            return (
-                f"does not continue the chain: it has number {record.number} after hash {record.previous or 'none'},"
-                f" expected number {number + 1} after hash {previous or 'none'}"
-            )
+            found = f"it has number {record.number} after hash {record.previous or 'none'}"
+            expected = f"expected number {number + 1} after hash {previous or 'none'}"
+            return None, f"does not continue the chain: {found}, {expected}"
         if record.from_offset < covered:
-            return f"covers the journal from offset {record.from_offset}, but an earlier record does up to {covered}"
-        self.head = record
-        return None
+            text = f"covers the journal from offset {record.from_offset}, but an earlier record does up to {covered}"
+            return None, text
+        return record, ""
 
 
-class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """Last record of a chain, as kept elsewhere."""
-
-    partition: int
-    number: int
-    hash: str
-
-
-@dataclass(slots=True)
-class LedgerReport:
-    """Result of a verification of one chain.
+class LedgerReport(msgspec.Struct, kw_only=True):
+    """Result of a verification of one chain. A later verification may use it as an anchor.
 
     Attributes:
         records: valid records.
+        head: hash of the last valid record; empty if there is none.
         derived: the part of `records` that was derived again from the journal.
-        repeated: records that another writer had already appended.
         until_offset: offset after the last journal record that the chain covers.
         differences: what is wrong, the first difference first.
-        head: last record; None if there is none.
     """
 
     partition: int
-    records: int = 0
+    records: int
+    head: str
     derived: int = 0
-    repeated: int = 0
     until_offset: int = 0
-    differences: list[str] = field(default_factory=list)
-    head: Head | None = None
+    differences: list[str] = []
 
 
-async def verify_chain(log: Log, partition: int, anchor: Head | None = None) -> LedgerReport:
+async def verify_chain(log: Log, partition: int, anchor: LedgerReport | None = None) -> LedgerReport:
     """Check a chain, derive again every record for which the log has the journal, and compare. Raises LogError."""
-    chain, report = Chain(log, partition), LedgerReport(partition)
+    chain = Chain(log, partition)
     records = await chain.read()
-    report.records, report.repeated = len(records), chain.repeated
+    report = LedgerReport(partition=partition, records=len(records), head=records[-1].hash if records else "")
     report.differences += chain.faults
-    if anchor is not None:
-        report.differences += _anchor_faults(records, anchor)
+    if anchor is not None and anchor.records:
+        found = records[anchor.records - 1].hash if anchor.records <= len(records) else "no such record"
+        if found != anchor.head:
+            text = f"the anchor has {anchor.records} records, the last one with the hash {anchor.head}"
+            report.differences.append(f"{text}, but the chain of {USAGE.name}/{partition} has {found}")
     reader: UsageReader | None = None
     for record in records:
         name = f"record {record.number} of {USAGE.name}/{partition}"
@@ -139,43 +129,19 @@ async def verify_chain(log: Log, partition: int, anchor: Head | None = None) -> 
             reader = UsageReader(log, partition, record.begin, record.from_offset)
         await reader.read(record.until_offset)
         report.derived += 1
-        if (difference := _difference(record.entries, reader.fold.take())) is not None:
-            report.differences.append(f"{name}: {difference}")
-    if records:
-        report.head = Head(partition=partition, number=records[-1].number, hash=records[-1].hash)
+        derived = reader.fold.take()
+        if record.entries != derived:
+            report.differences.append(f"{name}: {_difference(record.entries, derived)}")
     return report
 
 
-def _anchor_faults(records: list[UsageRecorded], anchor: Head) -> list[str]:
-    if anchor.number >= len(records):
-        return [f"the anchor names record {anchor.number}, but the chain has {len(records)} records"]
-    found = records[anchor.number].hash
-    if found == anchor.hash:
-        return []
-    return [f"the anchor names record {anchor.number} with the hash {anchor.hash}, but the chain has {found}"]
-
-
-def _difference(recorded: tuple[UsageEntry, ...], derived: tuple[UsageEntry, ...]) -> str | None:
+def _difference(recorded: Sequence[UsageEntry], derived: Sequence[UsageEntry]) -> str:
     """Return the first difference between the entries of a record and those that the journal leads to."""
-    if recorded == derived:
-        return None
-    ours, theirs = ({_key(one): one for one in entries} for entries in (derived, recorded))
+    theirs, ours = ({entry[:KEY]: entry[KEY:] for entry in map(astuple, entries)} for entries in (recorded, derived))
     for key in sorted(ours.keys() | theirs.keys()):
-        name = "tenant {1!r}, key {2!r}, model {3!r}, hour {0}".format(*key)
-        if key not in theirs:
-            return f"{name}: the record has no entry, the journal leads to {_sums(ours[key])}"
-        if key not in ours:
-            return f"{name}: the record has {_sums(theirs[key])}, the journal leads to no entry"
-        for column in UsageEntry.__struct_fields__:
-            if (has := getattr(theirs[key], column)) != (wanted := getattr(ours[key], column)):
-                return f"{name}: the record has {column} {has}, the journal leads to {wanted}"
-    return "the record has an entry twice"
-
-
-def _key(entry: UsageEntry) -> tuple[int, str, str, str]:
-    return entry.hour_us, entry.tenant, entry.key_id, entry.model
-
-
-def _sums(entry: UsageEntry) -> str:
-    sums: Mapping[str, int] = {"requests": entry.requests, "output_tokens": entry.output_tokens}
-    return ", ".join(f"{name} {value}" for name, value in sums.items())
+        pairs = zip(SUMS, theirs.get(key, NOTHING), ours.get(key, NOTHING), strict=True)
+        if found := [(f"{name} {has}", f"{name} {wanted}") for name, has, wanted in pairs if has != wanted]:
+            has, wanted = (", ".join(texts) for texts in zip(*found, strict=True))
+            name = "tenant {1!r}, key {2!r}, model {3!r}, hour {0}".format(*key)
+            return f"{name}: the record has {has}, the journal leads to {wanted}"
+    return "the record has an empty or a repeated entry"

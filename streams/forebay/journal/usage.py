@@ -8,7 +8,8 @@ it, to the hour of the owner's clock. A progress event counts if it is from the 
 What is charged: see `docs/ledger.md`.
 """
 
-from dataclasses import dataclass, fields
+from collections import Counter
+from dataclasses import dataclass
 
 import msgspec
 
@@ -26,33 +27,17 @@ from forebay.events.requests import RequestCancelled, RequestSubmitted
 from forebay.events.topics import DECISIONS, PROGRESS, REQUESTS
 from forebay.events.usage import LedgerPosition, UsageEntry
 from forebay.journal.claims import validity_at
+from forebay.journal.reader import Step
 from forebay.journal.records import JournalBroken, RecordedOrder, Validity, journal_records, unreadable
-from forebay.journal.start import StoredState, continued_view, oldest_state
-from forebay.transport.base import Log, Record
+from forebay.journal.start import continued_view, oldest_state
+from forebay.transport.base import Log
 
 HOUR_US = 3_600_000_000
 CHARGED = (REQUESTS.name, PROGRESS.name)  # topics from which usage follows, apart from the journal
 RESPONSE_STAGES = ("aggregated", "decode")
+SUMS = UsageEntry.__struct_fields__[4:]  # after the key
 
 Key = tuple[int, str, str, str]  # hour, tenant, key and model
-
-
-@dataclass(slots=True)
-class Totals:
-    """Sums of a `UsageEntry`."""
-
-    requests: int = 0
-    incomplete: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    queue_us: int = 0
-    prefill_us: int = 0
-    decode_us: int = 0
-
-    def add(self, other: "UsageEntry | Totals") -> None:
-        for one in fields(Totals):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
 @dataclass(slots=True)
@@ -94,7 +79,7 @@ class UsageFold:
     """
 
     def __init__(self, charges_from: int, submitted: int = 0, now_us: int = 0) -> None:
-        self.totals: dict[Key, Totals] = {}
+        self.totals: dict[Key, Counter[str]] = {}
         self.now_us = now_us
         self.submitted = submitted
         self._charges_from = charges_from
@@ -105,13 +90,7 @@ class UsageFold:
     def take(self) -> tuple[UsageEntry, ...]:
         """Return the usage since the last call, in the order of the keys."""
         taken = tuple(
-            UsageEntry(
-                hour_us=hour_us,
-                tenant=tenant,
-                key_id=key_id,
-                model=model,
-                **{one.name: getattr(totals, one.name) for one in fields(Totals)},
-            )
+            UsageEntry(hour_us=hour_us, tenant=tenant, key_id=key_id, model=model, **totals)
             for (hour_us, tenant, key_id, model), totals in sorted(self.totals.items())
         )
         self.totals = {}
@@ -149,8 +128,6 @@ class UsageFold:
             case ProgressEvent() if (request := self._open.get(event.request_id)) is not None:
                 if request.place == (event.attempt, event.worker_id, event.worker_epoch):
                     self._progress(request, event)
-            case _:
-                pass
 
     def _progress(self, request: _OpenRequest, event: ProgressEvent) -> None:
         match event:
@@ -164,8 +141,6 @@ class UsageFold:
                 self._charge(request, event)
             case RequestFailed() if request.stage != "prefill":
                 self._charge(request)
-            case _:
-                pass
 
     def apply_record(self, record: JournalRecord) -> None:
         """Apply a decision, after the events before it."""
@@ -182,8 +157,6 @@ class UsageFold:
                 self._open.pop(record.request_id, None)
             case RequestAborted() if (request := self._open.get(record.request_id)) is not None:
                 self._charge(request)
-            case _:
-                pass
 
     def _charge(self, request: _OpenRequest, finished: RequestFinished | None = None) -> None:
         """Charge a request that has ended, completely if `finished` is its end."""
@@ -192,7 +165,7 @@ class UsageFold:
         if not self._is_charged:
             return
         key = self.now_us // HOUR_US * HOUR_US, submitted.tenant, submitted.key_id, submitted.model
-        totals = self.totals.setdefault(key, Totals())
+        totals = self.totals.setdefault(key, Counter())
         routed_us = request.routed_us or self.now_us
         first_us = request.first_us or self.now_us
         cached_tokens, output_tokens = request.cached_tokens, request.passed_tokens
@@ -203,24 +176,22 @@ class UsageFold:
             output_tokens = request.shown_tokens if submitted.rendering is None or submitted.rendering.stream else 0
         is_charged = finished is not None or output_tokens > 0
         prompt_tokens = submitted.prompt_tokens if is_charged and not submitted.shares_prompt else 0
-        totals.add(
-            Totals(
-                1,
-                int(finished is None and not request.is_complete),
-                prompt_tokens,
-                min(cached_tokens, prompt_tokens),
-                output_tokens,
-                routed_us - request.submitted_us,
-                max(0, first_us - routed_us),
-                self.now_us - first_us,
-            )
+        totals.update(
+            requests=1,
+            incomplete=int(finished is None and not request.is_complete),
+            prompt_tokens=prompt_tokens,
+            cached_tokens=min(cached_tokens, prompt_tokens),
+            output_tokens=output_tokens,
+            queue_us=routed_us - request.submitted_us,
+            prefill_us=max(0, first_us - routed_us),
+            decode_us=self.now_us - first_us,
         )
 
 
 class UsageReader:
     """Reads a journal from a position on, and folds it into usage.
 
-    `read` may be called again, with a higher end or after a LogError. JournalBroken is raised again by each call.
+    `read` may be called again with a higher end, but not after a LogError.
 
     Attributes:
         fold: usage and requests in flight as of `position`.
@@ -237,50 +208,39 @@ class UsageReader:
         view = dict(zip(CHARGED, (begin.requests_offset, begin.progress_offset), strict=True))
         self._order = RecordedOrder(log, partition, view)
         self._validity: Validity | None = None
-        self._broken: JournalBroken | None = None
 
     async def read(self, end: int, entries_max: int | None = None) -> None:
         """Read the journal up to offset `end`, or until there are `entries_max` entries. Raises LogError."""
-        if self._broken is not None:
-            raise self._broken
         if self._validity is None:
-            self._validity = await _validity_at(self._log, self._partition, self._begin)
+            state, rules = self._begin, self._begin.core_version
+            self._validity = await validity_at(self._log, self._partition, state.journal_offset, state, rules)
+        validity = self._validity
         async for stored in journal_records(self._log, self._partition, self.position, end):
-            try:
-                await self._read(stored, self._validity)
-            except JournalBroken as error:
-                self._broken = error  # the filter has admitted the record, and would not notice a gap again
-                raise
+            begin, offset, expected = self.here(), stored.offset, validity.seq
+            record = validity.read(stored)
+            if validity.last == offset:
+                if record is None:
+                    raise unreadable(stored)
+                if isinstance(record, OwnerClaimed):
+                    if record.snapshot >= 0:
+                        view = await continued_view(self._log, self._partition, record)
+                        self._order = RecordedOrder(self._log, self._partition, view)
+                elif expected is not None and record.seq > expected:
+                    raise JournalBroken(f"the log lost {record.seq - expected} journal records before offset {offset}")
+                await self._apply(offset, record, begin)
+            self.position = offset + 1
             if entries_max is not None and len(self.fold.totals) >= entries_max:
                 return
-
-    async def _read(self, stored: Record, validity: Validity) -> None:
-        begin, offset, expected = self.here(), stored.offset, validity.seq
-        record = validity.read(stored)
-        if validity.last == offset:
-            if record is None:
-                raise unreadable(stored)
-            if isinstance(record, OwnerClaimed):
-                if record.snapshot >= 0:
-                    view = await continued_view(self._log, self._partition, record)
-                    self._order = RecordedOrder(self._log, self._partition, view)
-            elif expected is not None and record.seq > expected:
-                raise JournalBroken(f"the log lost {record.seq - expected} journal records before offset {offset}")
-            await self._apply(offset, record, begin)
-        self.position = offset + 1
 
     async def _apply(self, offset: int, record: JournalRecord, begin: LedgerPosition) -> None:
         runs = tuple(run for run in record.consumed if run.topic in CHARGED)
         events = await self._order.events_of(runs)
-        # No await from here on, so that cancelling loses no events.
-        ends = {topic: self._order.offset(topic) for topic in CHARGED}
-        taken = {topic: iter(enumerate(found, ends[topic] - len(found))) for topic, found in events.items()}
+        begins = {topic: self._order.offset(topic) - len(found) for topic, found in events.items()}
         fold = self.fold
         fold.begin_record(offset, has_events=bool(record.consumed))
-        for run in record.consumed:
+        for run, found in Step(offset, record, events, None, begins).runs():
             fold.now_us = max(fold.now_us, run.now_us)
-            for _ in range(run.count if run.topic in CHARGED else 0):
-                at, event = next(taken[run.topic])
+            for at, event in found:
                 fold.apply_event(event, at, begin)
         fold.apply_record(record)
 
@@ -295,8 +255,8 @@ class UsageReader:
             submitted=self.fold.submitted,
             now_us=self.fold.now_us,
             owner_epoch=validity.epoch,
-            owner_nonce=validity.nonce or "",
-            seq=-1 if validity.seq is None else validity.seq,
+            owner_nonce=validity.nonce,
+            seq=validity.seq,
             core_version=validity.rules,
         )
 
@@ -315,28 +275,15 @@ async def begin_of(log: Log, partition: int) -> LedgerPosition:
         submitted=state.view.get(REQUESTS.name, 0),
         now_us=state.now_us,
         owner_epoch=state.owner_epoch,
-        owner_nonce=state.owner_nonce or "",
-        seq=-1 if state.seq is None else state.seq,
+        owner_nonce=state.owner_nonce,
+        seq=state.seq,
         core_version=state.core_version,
     )
 
 
-async def _validity_at(log: Log, partition: int, begin: LedgerPosition) -> Validity:
-    nonce = begin.owner_nonce if begin.owner_nonce or begin.owner_epoch < 0 else None
-    seq = None if begin.seq < 0 else begin.seq
-    state = StoredState(
-        begin.journal_offset, begin.now_us, begin.owner_epoch, begin.core_version, owner_nonce=nonce, seq=seq
-    )
-    return await validity_at(log, partition, begin.journal_offset, state, begin.core_version)
-
-
 async def is_readable(log: Log, partition: int, begin: LedgerPosition) -> bool:
     """Return whether the log still has every record after a position. Raises LogError."""
-    wanted = {
-        DECISIONS: begin.journal_offset,
-        REQUESTS: begin.requests_offset,
-        PROGRESS: begin.progress_offset,
-    }
+    wanted = {DECISIONS: begin.journal_offset, REQUESTS: begin.requests_offset, PROGRESS: begin.progress_offset}
     return all([await log.begin(topic.name, partition) <= offset for topic, offset in wanted.items()])
 
 

@@ -6,12 +6,9 @@ position that this record names. Several writers may run: see `forebay.journal.l
 
 import asyncio
 import logging
-from collections.abc import Iterator
 from contextlib import suppress
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Gauge
 
 from forebay import runtime
 from forebay.events.topics import DECISIONS, USAGE
@@ -27,7 +24,6 @@ logger = logging.getLogger(__name__)
 EVERY_S = 60.0
 POLL_S = 1.0
 RETRY_S = 10.0  # after an error of the log
-EMPTY_US = 24 * HOUR_US  # a record without usage moves the position before retention removes it
 ENTRIES_MAX = 1_000  # of a record, which then has about 300 kB
 
 
@@ -36,23 +32,20 @@ class ChainWriter:
 
     Attributes:
         chain: the chain as far as it was read.
-        appended: number of records that this writer has appended to the chain.
         behind: number of journal records that no record of the chain covers.
         problem: why the journal cannot be read at present; empty if it can.
     """
 
-    def __init__(self, log: Log, partition: int, writer: str) -> None:
+    def __init__(self, log: Log, partition: int) -> None:
         self.partition = partition
         self.chain = Chain(log, partition)
-        self.appended = 0
         self.behind = 0
         self.problem = ""
         self._log = log
-        self._writer = writer
         self._reader: UsageReader | None = None
         self._begin = LedgerPosition(journal_offset=0, requests_offset=0, progress_offset=0)
         self._from = 0
-        self._from_us = 0  # clock of the owner at `_from`
+        self._from_us = 0  # clock of the owner at `_from`, 0 before its first event
         self._appended_us = _now_us()
 
     async def advance(self, every_us: int) -> bool:
@@ -60,17 +53,17 @@ class ChainWriter:
 
         Return whether a record was appended. Raises LogError.
         """
-        reader = await self._follow_chain()
+        reader, self._reader = await self._follow_chain(), None  # after an error, a new reader begins
         end = await self._log.end(DECISIONS.name, self.partition)
-        await reader.read(end, ENTRIES_MAX)
         self.behind = end - self._from
-        fold, now_us = reader.fold, _now_us()
-        self._from_us = self._from_us or fold.now_us
-        is_hour_over = any(hour_us + HOUR_US <= fold.now_us for hour_us, *_ in fold.totals)
-        is_due = is_hour_over or now_us - self._appended_us >= every_us or len(fold.totals) >= ENTRIES_MAX
-        if is_due if fold.totals else fold.now_us - self._from_us >= EMPTY_US:
+        await reader.read(end, ENTRIES_MAX)
+        totals, now_us = reader.fold.totals, reader.fold.now_us
+        # A record without usage moves the position before retention removes it.
+        is_due = now_us // HOUR_US > self._from_us // HOUR_US or len(totals) >= ENTRIES_MAX
+        if is_due or (totals and _now_us() - self._appended_us >= every_us):
             await self._append(reader)
             return True
+        self._reader = reader
         return False
 
     async def _follow_chain(self) -> UsageReader:
@@ -80,8 +73,7 @@ class ChainWriter:
         for fault in self.chain.faults[known:]:
             logger.error("the ledger continues from an earlier record, because the %s", fault)
         if self._reader is None or is_longer:  # another writer has appended
-            self._reader = None
-            self._reader = await self._reader_after(self.chain.head)
+            return await self._reader_after(self.chain.head)
         return self._reader
 
     async def _reader_after(self, head: UsageRecorded | None) -> UsageReader:
@@ -106,12 +98,9 @@ class ChainWriter:
             from_offset=self._from,
             until_offset=until,
             entries=reader.fold.take(),
-            writer=self._writer,
-            at_us=runtime.wall_us(),
             previous="" if head is None else head.hash,
             hash=NO_HASH,
         )
-        self._reader = None  # until the chain has the record
         value = seal(record)
         await self._log.append([Draft(USAGE.name, self.partition, value)])
         await self.chain.read()
@@ -119,75 +108,53 @@ class ChainWriter:
         if self.chain.head is not None and seal(self.chain.head) == value:
             self._reader, self._begin, self._from = reader, reader.next_begin(), until
             self._from_us = reader.fold.now_us
-            self.appended += 1
 
 
 class Ledger:
     """Writes the chains of all control partitions."""
 
-    def __init__(self, log: Log, writer: str, every_s: float = EVERY_S) -> None:
+    def __init__(self, log: Log, registry: CollectorRegistry, every_s: float = EVERY_S) -> None:
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"forebay_ledger_{name}", text, ["partition"], registry=registry)
+
         self.writers: dict[int, ChainWriter] = {}
         self._log = log
-        self._writer = writer
         self._every_us = int(every_s * 1e6)
         self._stopping = asyncio.Event()
+        self._behind = gauge("behind_records", "journal records that no ledger record covers")
+        self._faults = gauge("faults", "records of the ledger that do not continue the chain, at most 100")
+        self._stopped = gauge("stopped", "1 if the journal cannot be read at present")
 
     async def run(self) -> None:
         """Write until `stop`, and then the usage that no record has yet. Raises LogError."""
         while not self._stopping.is_set():
             for partition in await until_available(lambda: partitions_of(self._log)):
-                self.writers.setdefault(partition, ChainWriter(self._log, partition, self._writer))
+                self.writers.setdefault(partition, ChainWriter(self._log, partition))
             await self._advance(self._every_us)
             is_stopped = any(writer.problem for writer in self.writers.values())
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), RETRY_S if is_stopped else POLL_S)
         await self._advance(0)
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """Let `run` end soon."""
         self._stopping.set()
 
     async def _advance(self, every_us: int) -> None:
         """Append the records that are due. A journal that cannot be read does not stop the chains of the others."""
-        for writer in self.writers.values():
+        for partition, writer in self.writers.items():
+            problem = ""
             try:
                 while await writer.advance(every_us):
                     pass
             except LogError as error:
-                if str(error) != writer.problem:
-                    text = "the ledger of control partition %d stopped: %s"
-                    logger.error(text, writer.partition, error)  # noqa: TRY400 - the trace says nothing about the log
-                writer.problem = str(error)
-            else:
-                writer.problem = ""
-
-
-class LedgerMetrics(Collector):
-    """Metrics of a ledger, by control partition."""
-
-    def __init__(self, ledger: Ledger, registry: CollectorRegistry) -> None:
-        self._ledger = ledger
-        registry.register(self)
-
-    def collect(self) -> Iterator[Metric]:
-        labels = ["partition"]
-        records = CounterMetricFamily("forebay_ledger_records", "records that this process has appended", labels=labels)
-        behind = GaugeMetricFamily(
-            "forebay_ledger_behind_records", "journal records that no ledger record covers", labels=labels
-        )
-        faults = GaugeMetricFamily(
-            "forebay_ledger_faults", "records of the ledger that do not continue the chain, at most 100", labels=labels
-        )
-        stopped = GaugeMetricFamily(
-            "forebay_ledger_stopped", "1 if the journal cannot be read at present", labels=labels
-        )
-        for partition, writer in self._ledger.writers.items():
-            label = [str(partition)]
-            records.add_metric(label, writer.appended)
-            behind.add_metric(label, writer.behind)
-            faults.add_metric(label, len(writer.chain.faults))
-            stopped.add_metric(label, bool(writer.problem))
-        yield from (records, behind, faults, stopped)
+                problem = str(error)
+            if problem and problem != writer.problem:
+                logger.error("the ledger of control partition %d stopped: %s", partition, problem)
+            writer.problem = problem
+            self._behind.labels(partition).set(writer.behind)
+            self._faults.labels(partition).set(len(writer.chain.faults))
+            self._stopped.labels(partition).set(bool(problem))
 
 
 def _now_us() -> int:

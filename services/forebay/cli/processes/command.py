@@ -441,7 +441,6 @@ class LedgerCommand:
     RUN: ClassVar = "processes.ledger:run_ledger"
 
     kafka: KafkaOptions
-    ledger_id: Annotated[str, Option("--id", help="Name of the writer. Default: host name and process id.")] = ""
     every_s: Annotated[
         float, Option(min=0.1, max=3_600.0, help="Seconds between two records of a model that serves requests.")
     ] = 60.0
