@@ -6,15 +6,14 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from forebay.cli import forget
 from forebay.events.answers import AnswerContent, AnswerDeleted
-from forebay.events.codec import decode, encode
+from forebay.events.codec import encode
 from forebay.events.keys import KeySet
 from forebay.events.request_ids import RequestLocation
-from forebay.events.topics import ANSWERS, FIXED_TOPICS, KEYS
-from forebay.transport.answers import INDEX, AnswerStore
+from forebay.events.topics import FIXED_TOPICS, KEYS
+from forebay.transport.answers import AnswerStore
 from forebay.transport.base import Draft, LogError
 from forebay.transport.keys import KeyBook
 from forebay.transport.sqlite.log import SqliteLog
@@ -90,20 +89,6 @@ def test_nothing_is_deleted_without_confirmation(path: Path) -> None:
     assert len(asyncio.run(left(path))[0]) == 4
 
 
-def test_an_unreadable_answer_is_an_error(path: Path) -> None:
-    async def damage() -> None:
-        with closing(SqliteLog.open(path)) as log:
-            (record, *_) = log.records(ANSWERS.name, INDEX, 0, 9)
-            stored = decode(ANSWERS, record.value)
-            lost = replace(stored, offset=9, offsets=(99,))
-            await log.append([Draft(ANSWERS.name, INDEX, encode(ANSWERS, lost), lost.key)])
-
-    asyncio.run(damage())
-    run = forebay(*COMMAND, "--yes")
-    assert run.returncode == 1
-    assert "1 kept answer cannot be read, so the tenant is unknown" in run.stderr
-
-
 def test_an_invalid_name_and_a_failed_log_are_errors(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     del path
     assert "expected 1 to 128 letters" in error_of("forget", "--tenant", "a b", "--yes")
@@ -111,5 +96,5 @@ def test_an_invalid_name_and_a_failed_log_are_errors(path: Path, monkeypatch: py
     async def fails(_: object) -> None:
         raise LogError("no broker")
 
-    monkeypatch.setattr(AnswerStore, "run", fails)
+    monkeypatch.setattr(KeyBook, "start", fails)
     assert error_of(*COMMAND, "--yes") == "no broker"

@@ -9,7 +9,7 @@ of rendered text. Replays do not use this topic.
 from typing import Annotated
 
 from forebay.events.base import Count, Event, Name, Part
-from forebay.events.privacy import DROPPED, KEPT, REQUEST_ID
+from forebay.events.privacy import DROPPED, KEPT, REQUEST_ID, TENANT
 from forebay.events.requests import RequestSubmitted
 from forebay.events.tokens import AttemptStarted, Embedded, ResponseEnded, TokensEmitted
 
@@ -43,12 +43,14 @@ class AnswerStored(IndexEvent, tag="answer.stored", frozen=True, kw_only=True):
         offsets: offsets of the pieces of the content in partition 1, in order.
         size: bytes of the uncompressed content.
         expires_us: wall-clock time in microseconds from which on the response is not served any more.
+        tenant: tenant that owns the response; empty for none.
     """
 
     upload: Annotated[Name, KEPT]
     offsets: tuple[Count, ...]
     size: Count
     expires_us: int
+    tenant: Annotated[str, TENANT] = ""
 
 
 class AnswerDeleted(IndexEvent, tag="answer.deleted", frozen=True, kw_only=True):

@@ -426,8 +426,7 @@ class KeysRevokeCommand:
 class ForgetCommand:
     """Delete the API keys and the kept answers of a tenant on Kafka, and list what remains where, and until when.
 
-    Ingresses may run meanwhile. They reject the keys within 2 s, and serve the answers no more. Exits 1 if a kept
-    answer cannot be read, because its tenant is then unknown.
+    Ingresses may run meanwhile. They reject the keys within 2 s, and serve the answers no more.
     """
 
     RUN: ClassVar = "forget:run_forget"

@@ -4,18 +4,18 @@ import asyncio
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import click
 
 from forebay.cli.command import ForgetCommand
-from forebay.cli.common.errors import BROKEN, explained, fail
+from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import kafka_log
 from forebay.cli.common.tables import print_table
 from forebay.cli.common.terminal import counted
 from forebay.cli.keys import require_tenant
 from forebay.events.topics import FIXED_TOPICS, FOREVER, work_topic
 from forebay.transport.answers import AnswerStore
-from forebay.transport.base import Log
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import SEGMENT_S, count_topics
 from forebay.transport.keys import KeyBook
@@ -37,42 +37,21 @@ def run_forget(options: ForgetCommand) -> None:
             if not sys.stdin.isatty():
                 fail(f"{what} would be deleted; confirm with --yes")
             click.confirm(f"Delete {what}?", abort=True)
-        keys, answers, unreadable = asyncio.run(_forget(settings, tenant))
+        keys, answers = asyncio.run(_forget(settings, tenant))
     click.echo(f"{tenant}: deleted {counted(keys, 'API key')} and {counted(answers, 'kept answer')}")
     print_table(("topic", "still has", "until at the latest"), _remains(time.time_ns() // 1000))
     click.echo(ELSEWHERE)
     click.echo("answers of its requests in flight may still be kept; run the command again once these have ended")
-    if unreadable:
-        found = f"{counted(unreadable, 'kept answer')} cannot be read, so the tenant is unknown"
-        fail(f"{found}; the records stay until their retention ends", BROKEN)
 
 
-async def _forget(settings: KafkaSettings, tenant: str) -> tuple[int, int, int]:
-    """Return the numbers of deleted keys, of deleted answers, and of answers that cannot be read. Raises LogError."""
+async def _forget(settings: KafkaSettings, tenant: str) -> tuple[int, int]:
+    """Return the numbers of deleted keys and of deleted answers. Raises LogError."""
     await count_topics(settings)
     async with kafka_log(settings) as log:
-        keys = await _forget_keys(log, tenant)  # first, so that the tenant sends no further requests
-        store = AnswerStore(log)
-        following, forgetting = asyncio.create_task(store.run()), asyncio.create_task(store.forget(tenant))
-        tasks = (following, forgetting)
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if following.done():
-                await following
-            return keys, *await forgetting
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _forget_keys(log: Log, tenant: str) -> int:
-    book = KeyBook(log)
-    try:
-        await book.start()
-        return await book.forget(tenant)
-    finally:
-        book.close()
+        with closing(KeyBook(log)) as book, closing(AnswerStore(log)) as store:
+            await book.start()
+            keys = await book.forget(tenant)  # first, so that the tenant sends no further requests
+            return keys, await store.forget(tenant)
 
 
 def _remains(now_us: int) -> Iterator[tuple[str, str, str]]:

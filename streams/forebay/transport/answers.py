@@ -32,7 +32,7 @@ from forebay.events.codec import MALFORMED, DecodeError, decode, encode
 from forebay.events.models import CHUNK_BYTES_MAX
 from forebay.events.request_ids import RequestLocation
 from forebay.events.topics import ANSWERS
-from forebay.transport.base import Draft, Log, LogError, Record, event_at, records_of
+from forebay.transport.base import Draft, Log, LogError, Record, event_at, event_of, records_of
 from forebay.transport.follower import Follower
 
 INDEX, CONTENT = 0, 1  # partitions of the topic
@@ -91,11 +91,6 @@ class KnownAnswers:
         at = bisect_left(self._requests, request)
         return self._records[at] if at < len(self._requests) and self._requests[at] == request else None
 
-    def is_deleted(self, request: int) -> bool:
-        """Return whether the response is known to be deleted."""
-        at = bisect_left(self._requests, request)
-        return self._requests[at : at + 1] == array("Q", [request]) and self._records[at] == DELETED
-
 
 class AnswerStore(Follower):
     """The answers on the topic, by the location of their first request. The other methods wait for `run`."""
@@ -121,7 +116,8 @@ class AnswerStore(Follower):
         stored = await self._indexed(request_id, location)
         if not isinstance(stored, AnswerStored):
             return stored
-        return await self._content(stored)
+        packed = b"".join([await self._piece(stored, index) for index in range(len(stored.offsets))])
+        return await runtime.offload(_unpacked, packed, stored)
 
     async def store(self, request_id: str, location: RequestLocation, content: AnswerContent) -> None:
         """Store a response unless it is stored or deleted already. Raises AnswerTooLarge or LogError."""
@@ -142,6 +138,7 @@ class AnswerStore(Follower):
             offsets=tuple(offsets),
             size=size,
             expires_us=now_us + RETENTION_S * 1_000_000,
+            tenant=content.submission.tenant,
         )
         await self._append(event)
         if isinstance(await self._indexed(request_id, location), AnswerDeleted):  # since the upload began
@@ -151,35 +148,24 @@ class AnswerStore(Follower):
         """Delete a response, whether it is stored or not. Raises LogError."""
         await self._delete(request_id, location, await self._indexed(request_id, location))
 
-    async def forget(self, tenant: str) -> tuple[int, int]:
-        """Delete every kept response of a tenant.
-
-        Returns how many were deleted, and how many could not be read, so that their tenant is unknown. Raises LogError.
-        """
-        await self._began.wait()
-        await self.reach(self._end)
-        begin, unreadable = await self._log.begin(ANSWERS.name, INDEX), 0
-        deleted: set[RequestLocation] = set()  # a response that several ingresses stored has several records
-        async for record in records_of(self._log, ANSWERS, INDEX, begin, self._end):
+    async def forget(self, tenant: str) -> int:
+        """Delete the kept responses of a tenant, and return their number. It does not need `run`. Raises LogError."""
+        begin, end = await self._log.begin(ANSWERS.name, INDEX), await self._log.end(ANSWERS.name, INDEX)
+        found: defaultdict[RequestLocation, list[AnswerStored]] = defaultdict(list)  # several ingresses may store one
+        async for record in records_of(self._log, ANSWERS, INDEX, begin, end):
             try:
-                stored = decode(ANSWERS, record.value)
-            except DecodeError:  # `apply` has logged it
+                event = event_of(ANSWERS, record)
+            except DecodeError:
                 continue
-            if not isinstance(stored, AnswerStored):
-                continue
-            place = RequestLocation(stored.partition, stored.offset)
-            was_deleted = place not in deleted and self._known[stored.partition].is_deleted(stored.offset)
-            if was_deleted:
-                continue
-            try:
-                content = await self._content(stored)
-            except AnswerDamaged:
-                unreadable += stored.expires_us > runtime.wall_us()
-                continue
-            if content.submission.tenant == tenant:
-                await self._delete(stored.request_id, place, stored)
-                deleted.add(place)
-        return len(deleted), unreadable
+            if isinstance(event, AnswerDeleted):
+                found.pop(RequestLocation(event.partition, event.offset), None)
+            elif isinstance(event, AnswerStored) and event.tenant == tenant:
+                found[RequestLocation(event.partition, event.offset)].append(event)
+        self.begin(INDEX, end)
+        for place, stored in found.items():
+            for event in stored:
+                await self._delete(event.request_id, place, event)
+        return len(found)
 
     async def _delete(
         self, request_id: str, location: RequestLocation, stored: AnswerStored | AnswerDeleted | None
@@ -209,10 +195,6 @@ class AnswerStore(Follower):
         if not isinstance(event, AnswerStored) or event.request_id != request_id:
             return None
         return event if event.expires_us > runtime.wall_us() else None
-
-    async def _content(self, stored: AnswerStored) -> AnswerContent:
-        packed = b"".join([await self._piece(stored, index) for index in range(len(stored.offsets))])
-        return await runtime.offload(_unpacked, packed, stored)
 
     async def _piece(self, stored: AnswerStored, index: int) -> bytes:
         chunk = await event_at(self._log, ANSWERS, CONTENT, stored.offsets[index])
