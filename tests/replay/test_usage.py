@@ -19,9 +19,10 @@ from forebay.events.requests import RequestCancelled, RequestResumed
 from forebay.events.topics import DECISIONS, PROGRESS, REQUESTS
 from forebay.events.usage import UsageEntry
 from forebay.events.versions import EVENTS_VERSION
+from forebay.journal.folds import begin_of, is_readable
 from forebay.journal.reader import read_whole
 from forebay.journal.records import JournalBroken, UnreadableDecision
-from forebay.journal.usage import HOUR_US, RESPONSE_STAGES, UsageReader, begin_of, derive, is_readable
+from forebay.journal.usage import HOUR_US, RESPONSE_STAGES, UsageReader, derive
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS, request

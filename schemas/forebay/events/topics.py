@@ -23,6 +23,7 @@ from forebay.events import (
     scaling,
     shadow,
     snapshots,
+    spans,
     tokens,
     usage,
     work,
@@ -188,6 +189,15 @@ USAGE = Topic(
     # A bill of any month can be derived, and the chain is verified from its first record.
     retention_s=FOREVER,
 )
+SPANS = Topic(
+    "spans",
+    "json",
+    spans.SpansExported,
+    "group",
+    "positions of `forebay spans`",
+    retention_s=FOREVER,
+    is_compacted=True,
+)
 DEAD_LETTERS = Topic(
     "dead-letters",
     "raw",
@@ -218,7 +228,7 @@ def work_topic(pool: str) -> Topic:
 FIXED_TOPICS = (
     OPENAI_REQUESTS, OPENAI_RESPONSES, GROUPS, REQUESTS, KV_EVENTS, METRICS, PROGRESS, FLEET, CONTROL, DECISIONS,
     TOKENS, SNAPSHOTS, SHADOW, HEARTBEATS, SCALING, MODELS, ANSWERS, KEYS,
-    USAGE,
+    USAGE, SPANS,
     DEAD_LETTERS,
 )  # fmt: skip
 

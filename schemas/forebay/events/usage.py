@@ -10,39 +10,13 @@ from typing import Annotated
 import msgspec
 
 from forebay.events.base import Count, Event, Part
+from forebay.events.positions import JournalPosition
 from forebay.events.privacy import DROPPED, KEPT, MODEL, TENANT
 
 HASH_DIGITS = 64
 NO_HASH = "0" * HASH_DIGITS  # of a record that is not sealed yet
 
 RecordHash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$", max_length=HASH_DIGITS), KEPT]
-
-
-class LedgerPosition(Part, frozen=True, kw_only=True):
-    """Position in a journal at which no request that the record charges had been submitted.
-
-    Attributes:
-        journal_offset: offset of the next journal record.
-        requests_offset: offset of the next event on `requests` that the owner applies.
-        progress_offset: offset of the next event on `progress` that the owner applies.
-        submitted: offset after the newest event on `requests` so far. It is above `requests_offset` after an operator
-            let an owner continue from a snapshot.
-        now_us: clock of the owner, in microseconds.
-        owner_epoch: epoch of the owner; -1 before the first claim.
-        owner_nonce: random text in the claim of the owner; null if it is unknown.
-        seq: sequence number of the owner's next record; null if it is unknown.
-        core_version: version of the owner's decision rules.
-    """
-
-    journal_offset: Count
-    requests_offset: Count
-    progress_offset: Count
-    submitted: Count = 0
-    now_us: int = 0
-    owner_epoch: int = -1
-    owner_nonce: Annotated[str, KEPT] | None = ""
-    seq: Count | None = 0
-    core_version: Count = 0
 
 
 class UsageEntry(Part, frozen=True, kw_only=True):
@@ -96,7 +70,7 @@ class UsageRecorded(Event, tag="usage.recorded", frozen=True, kw_only=True):
     """
 
     number: Count
-    begin: LedgerPosition
+    begin: JournalPosition
     from_offset: Count
     until_offset: Count
     entries: tuple[UsageEntry, ...]

@@ -16,7 +16,8 @@ from msgspec.structs import astuple
 from forebay.events.codec import DecodeError, encode
 from forebay.events.topics import USAGE
 from forebay.events.usage import HASH_DIGITS, NO_HASH, UsageEntry, UsageRecorded
-from forebay.journal.usage import SUMS, UsageReader, is_readable
+from forebay.journal.folds import is_readable
+from forebay.journal.usage import SUMS, UsageReader
 from forebay.transport.base import Log, Record, event_of, records_of
 
 END = b'"}'  # follows the hash

@@ -1,9 +1,8 @@
 """Fold a journal into the usage of tenants: what each request that has ended is charged.
 
-Theory of operation. A journal record names the events that the owner applied before it, so records and events have one
-order, whatever program reads them. The fold derives no decision, so it reads the records of owners with any decision
-rules and any policy. It keeps the requests in flight. A request is charged once, when the owner reads its end or aborts
-it, to the hour of the owner's clock. A progress event counts if it is from the attempt that the owner routed last.
+Theory of operation. The fold keeps the requests in flight. A request is charged once, when the owner reads its end or
+aborts it, to the hour of the owner's clock. A progress event counts if it is from the attempt that the owner routed
+last.
 
 What is charged: see `docs/ledger.md`.
 """
@@ -15,25 +14,21 @@ import msgspec
 
 from forebay.events.decisions import (
     JournalRecord,
-    OwnerClaimed,
     RequestAborted,
     RequestHeld,
     RequestRejected,
     RequestRepeated,
     RequestRouted,
 )
+from forebay.events.positions import JournalPosition
 from forebay.events.progress import FirstTokenEmitted, OutputGrown, ProgressEvent, RequestFailed, RequestFinished
 from forebay.events.requests import RequestCancelled, RequestSubmitted
-from forebay.events.topics import DECISIONS, PROGRESS, REQUESTS
-from forebay.events.usage import LedgerPosition, UsageEntry
-from forebay.journal.claims import validity_at
-from forebay.journal.reader import Step
-from forebay.journal.records import JournalBroken, RecordedOrder, Validity, journal_records, unreadable
-from forebay.journal.start import continued_view, oldest_state
+from forebay.events.topics import DECISIONS
+from forebay.events.usage import UsageEntry
+from forebay.journal.folds import FoldReader, begin_of
 from forebay.transport.base import Log
 
 HOUR_US = 3_600_000_000
-CHARGED = (REQUESTS.name, PROGRESS.name)  # topics from which usage follows, apart from the journal
 RESPONSE_STAGES = ("aggregated", "decode")
 SUMS = UsageEntry.__struct_fields__[4:]  # after the key
 
@@ -53,7 +48,7 @@ class _OpenRequest:
         is_complete: whether the client ended the response because it had all of it.
     """
 
-    begin: LedgerPosition
+    begin: JournalPosition
     submitted: RequestSubmitted
     submitted_us: int
     is_accepted: bool = False
@@ -69,7 +64,7 @@ class _OpenRequest:
 
 
 class UsageFold:
-    """Usage of the requests that ended, and the requests in flight. Performs no I/O.
+    """Usage of the requests that ended, and the requests in flight. Performs no I/O. A `Fold`.
 
     Attributes:
         totals: usage since the last `take`, from journal offset `charges_from` on.
@@ -82,6 +77,7 @@ class UsageFold:
         self.totals: dict[Key, Counter[str]] = {}
         self.now_us = now_us
         self.submitted = submitted
+        self.fleet_epoch = -1  # not needed
         self._charges_from = charges_from
         self._open: dict[str, _OpenRequest] = {}
         self._undecided: list[str] = []
@@ -96,12 +92,10 @@ class UsageFold:
         self.totals = {}
         return taken
 
-    def oldest(self) -> LedgerPosition | None:
-        """Return the position before the oldest submission of a request in flight, or None if there is none."""
+    def oldest(self) -> JournalPosition | None:
         return next((request.begin for request in self._open.values()), None)
 
     def begin_record(self, offset: int, *, has_events: bool) -> None:
-        """Begin the journal record at `offset`. The caller then applies its events, and at last the record."""
         self._is_charged = offset >= self._charges_from
         if has_events:
             for request_id in self._undecided:
@@ -109,8 +103,7 @@ class UsageFold:
                     del self._open[request_id]  # the owner knew the id, or the submission had no effect
             self._undecided.clear()
 
-    def apply_event(self, event: object, offset: int, begin: LedgerPosition) -> None:
-        """Apply an event of `requests` or `progress` at its `offset`, after `now_us` was set."""
+    def apply_event(self, event: object, offset: int, begin: JournalPosition) -> None:
         match event:
             case RequestSubmitted():
                 is_repeated, self.submitted = offset < self.submitted, max(self.submitted, offset + 1)
@@ -143,7 +136,6 @@ class UsageFold:
                 self._charge(request)
 
     def apply_record(self, record: JournalRecord) -> None:
-        """Apply a decision, after the events before it."""
         match record:
             case RequestRouted() | RequestHeld() if (request := self._open.get(record.request_id)) is not None:
                 request.is_accepted = True
@@ -188,103 +180,13 @@ class UsageFold:
         )
 
 
-class UsageReader:
-    """Reads a journal from a position on, and folds it into usage.
+class UsageReader(FoldReader):
+    """Reads a journal from a position on, and folds it into usage: `fold`, as of `position`."""
 
-    `read` may be called again with a higher end, but not after a LogError.
-
-    Attributes:
-        fold: usage and requests in flight as of `position`.
-        position: journal offset of the next record to read.
-    """
-
-    def __init__(self, log: Log, partition: int, begin: LedgerPosition, charges_from: int) -> None:
+    def __init__(self, log: Log, partition: int, begin: JournalPosition, charges_from: int) -> None:
         """Begin at a position at which no request was in flight that ends at journal offset `charges_from` or later."""
         self.fold = UsageFold(charges_from, begin.submitted, begin.now_us)
-        self.position = begin.journal_offset
-        self._log = log
-        self._partition = partition
-        self._begin = begin
-        view = dict(zip(CHARGED, (begin.requests_offset, begin.progress_offset), strict=True))
-        self._order = RecordedOrder(log, partition, view)
-        self._validity: Validity | None = None
-
-    async def read(self, end: int, entries_max: int | None = None) -> None:
-        """Read the journal up to offset `end`, or until there are `entries_max` entries. Raises LogError."""
-        if self._validity is None:
-            state, rules = self._begin, self._begin.core_version
-            self._validity = await validity_at(self._log, self._partition, state.journal_offset, state, rules)
-        validity = self._validity
-        async for stored in journal_records(self._log, self._partition, self.position, end):
-            begin, offset, expected = self.here(), stored.offset, validity.seq
-            record = validity.read(stored)
-            if validity.last == offset:
-                if record is None:
-                    raise unreadable(stored)
-                if isinstance(record, OwnerClaimed):
-                    if record.snapshot >= 0:
-                        view = await continued_view(self._log, self._partition, record)
-                        self._order = RecordedOrder(self._log, self._partition, view)
-                elif expected is not None and record.seq > expected:
-                    raise JournalBroken(f"the log lost {record.seq - expected} journal records before offset {offset}")
-                await self._apply(offset, record, begin)
-            self.position = offset + 1
-            if entries_max is not None and len(self.fold.totals) >= entries_max:
-                return
-
-    async def _apply(self, offset: int, record: JournalRecord, begin: LedgerPosition) -> None:
-        runs = tuple(run for run in record.consumed if run.topic in CHARGED)
-        events = await self._order.events_of(runs)
-        begins = {topic: self._order.offset(topic) - len(found) for topic, found in events.items()}
-        fold = self.fold
-        fold.begin_record(offset, has_events=bool(record.consumed))
-        for run, found in Step(offset, record, events, None, begins).runs():
-            fold.now_us = max(fold.now_us, run.now_us)
-            for at, event in found:
-                fold.apply_event(event, at, begin)
-        fold.apply_record(record)
-
-    def here(self) -> LedgerPosition:
-        """Return the position after the records read so far."""
-        validity = self._validity
-        assert validity is not None, "call read first"
-        return LedgerPosition(
-            journal_offset=self.position,
-            requests_offset=self._order.offset(REQUESTS.name),
-            progress_offset=self._order.offset(PROGRESS.name),
-            submitted=self.fold.submitted,
-            now_us=self.fold.now_us,
-            owner_epoch=validity.epoch,
-            owner_nonce=validity.nonce,
-            seq=validity.seq,
-            core_version=validity.rules,
-        )
-
-    def next_begin(self) -> LedgerPosition:
-        """Return where a reader must begin that charges the records from `position` on."""
-        return self.fold.oldest() or self.here()
-
-
-async def begin_of(log: Log, partition: int) -> LedgerPosition:
-    """Return the oldest position from which the log can be read. Raises LogError."""
-    state = await oldest_state(log, partition)
-    return LedgerPosition(
-        journal_offset=state.offset,
-        requests_offset=state.view.get(REQUESTS.name, 0),
-        progress_offset=state.view.get(PROGRESS.name, 0),
-        submitted=state.view.get(REQUESTS.name, 0),
-        now_us=state.now_us,
-        owner_epoch=state.owner_epoch,
-        owner_nonce=state.owner_nonce,
-        seq=state.seq,
-        core_version=state.core_version,
-    )
-
-
-async def is_readable(log: Log, partition: int, begin: LedgerPosition) -> bool:
-    """Return whether the log still has every record after a position. Raises LogError."""
-    wanted = {DECISIONS: begin.journal_offset, REQUESTS: begin.requests_offset, PROGRESS: begin.progress_offset}
-    return all([await log.begin(topic.name, partition) <= offset for topic, offset in wanted.items()])
+        super().__init__(log, partition, begin, self.fold)
 
 
 async def derive(log: Log, partition: int) -> tuple[UsageEntry, ...]:

@@ -11,11 +11,13 @@ from contextlib import suppress
 from prometheus_client import CollectorRegistry, Gauge
 
 from forebay import runtime
+from forebay.events.positions import JournalPosition
 from forebay.events.topics import DECISIONS, USAGE
-from forebay.events.usage import NO_HASH, LedgerPosition, UsageRecorded
+from forebay.events.usage import NO_HASH, UsageRecorded
+from forebay.journal.folds import begin_of, is_readable
 from forebay.journal.groups import partitions_of
 from forebay.journal.ledger import Chain, seal
-from forebay.journal.usage import HOUR_US, UsageReader, begin_of, is_readable
+from forebay.journal.usage import HOUR_US, UsageReader
 from forebay.transport.base import Draft, Log, LogError
 from forebay.transport.patience import until_available
 
@@ -43,7 +45,7 @@ class ChainWriter:
         self.problem = ""
         self._log = log
         self._reader: UsageReader | None = None
-        self._begin = LedgerPosition(journal_offset=0, requests_offset=0, progress_offset=0)
+        self._begin = JournalPosition(journal_offset=0, requests_offset=0, progress_offset=0)
         self._from = 0
         self._from_us = 0  # clock of the owner at `_from`, 0 before its first event
         self._appended_us = _now_us()
@@ -56,7 +58,7 @@ class ChainWriter:
         reader, self._reader = await self._follow_chain(), None  # after an error, a new reader begins
         end = await self._log.end(DECISIONS.name, self.partition)
         self.behind = end - self._from
-        await reader.read(end, ENTRIES_MAX)
+        await reader.read(end, lambda: len(reader.fold.totals) >= ENTRIES_MAX)
         totals, now_us = reader.fold.totals, reader.fold.now_us
         # A record without usage moves the position before retention removes it.
         is_due = now_us // HOUR_US > self._from_us // HOUR_US or len(totals) >= ENTRIES_MAX
