@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from forebay.events.topics import topic_named
 from forebay.transport.kafka.acls import ROLES
 from tests.cli.in_process import error_of, forebay
 
@@ -38,9 +39,14 @@ def test_the_page_lists_what_each_role_writes() -> None:
     rows = re.findall(r"^\| `(\w+)` \| [^|]*\| (.*) \|$", PAGE.read_text(), re.MULTILINE)
     expected = {
         name: "everything; creates topics"
-        if role.writes == ("",)
-        else (", ".join(f"`{one}*`" if one.endswith(".") else f"`{one}`" for one in role.writes) or "nothing")
-        + "".join(f"; creates `{one}*`" for one in role.creates)
+        if role.writes == "*"
+        else (", ".join(f"`{one}`" for one in role.writes.split()) or "nothing")
+        + "".join(f"; creates `{one}`" for one in role.creates.split())
         for name, role in ROLES.items()
     }
     assert dict(rows) == expected
+
+
+def test_roles_name_topics() -> None:
+    names = {name for role in ROLES.values() for text in role[:3] for name in text.split()} - {"*", "replies.*"}
+    assert all(topic_named(name) for name in names)

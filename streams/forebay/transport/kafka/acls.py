@@ -5,146 +5,118 @@ processes on a broker with an authorizer.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from enum import IntEnum
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.admin import CreateAclsRequest
 
-from forebay.events.topics import (
-    ANSWERS,
-    CONTROL,
-    DEAD_LETTERS,
-    DECISIONS,
-    FLEET,
-    GROUPS,
-    HEARTBEATS,
-    INPUTS,
-    KEYS,
-    KV_EVENTS,
-    METRICS,
-    MODELS,
-    OPENAI_REQUESTS,
-    OPENAI_RESPONSES,
-    PROGRESS,
-    REQUESTS,
-    SCALING,
-    SHADOW,
-    SNAPSHOTS,
-    SPANS,
-    TOKENS,
-    USAGE,
-    Topic,
-    work_topic,
-)
+from forebay.events.topics import DECISIONS, GROUPS, INPUTS, SNAPSHOTS
 from forebay.transport.kafka.errors import error_of
 from forebay.transport.kafka.settings import KafkaSettings, KafkaUnusable
 from forebay.transport.kafka.topics import connected_admin
 
-# A name that ends with a dot, and the empty name, are prefixes.
-WORK = work_topic("").name
-REPLIES = "replies."
-ALL = ""
 
-
-@dataclass(frozen=True, slots=True)
-class Role:
-    """Names of topics and consumer groups that a role may use, without the namespace. It may list all topics.
+class Role(NamedTuple):
+    """Names of topics that a role may use, without the namespace and separated by spaces. It may list all topics.
 
     Attributes:
         groups: consumer groups in which it may be a member. This includes their committed offsets.
     """
 
-    reads: tuple[str, ...]
-    writes: tuple[str, ...] = ()
-    creates: tuple[str, ...] = ()
-    groups: tuple[str, ...] = ()
+    reads: str
+    writes: str = ""
+    creates: str = ""
+    groups: str = ""
 
     def may_write(self, topic: str) -> bool:
-        return any(topic == name or (_is_prefix(name) and topic.startswith(name)) for name in self.writes)
-
-
-def _names(*topics: Topic) -> tuple[str, ...]:
-    return tuple(topic.name for topic in topics)
+        return any(fnmatchcase(topic, name) for name in self.writes.split())
 
 
 # A group's journal with everything that its replay reads.
-_REPLAYED = _names(*INPUTS, DECISIONS, SNAPSHOTS, GROUPS)
+_REPLAYED = " ".join(topic.name for topic in (*INPUTS, DECISIONS, SNAPSHOTS, GROUPS))
+# A `*` at the end of a name stands for any rest of it.
 ROLES: Mapping[str, Role] = {
     "ingress": Role(
-        reads=(*_REPLAYED, *_names(OPENAI_REQUESTS, TOKENS, HEARTBEATS, MODELS, ANSWERS, KEYS)),
-        writes=(*_names(REQUESTS, CONTROL, ANSWERS, OPENAI_RESPONSES), REPLIES),
-        groups=("kafka-api",),
+        reads=f"{_REPLAYED} openai-requests tokens heartbeats models answers keys",
+        writes="requests control answers openai-responses replies.*",
+        groups="kafka-api",
     ),
     "router": Role(
-        reads=(*_REPLAYED, *_names(HEARTBEATS, TOKENS)),
-        writes=(*_names(DECISIONS, SNAPSHOTS, GROUPS, HEARTBEATS, FLEET, CONTROL, TOKENS, DEAD_LETTERS), WORK),
+        reads=f"{_REPLAYED} heartbeats tokens",
+        writes="decisions snapshots groups heartbeats fleet control tokens dead-letters work.*",
     ),
     "worker": Role(
-        reads=(*_names(GROUPS, DECISIONS, FLEET, CONTROL, PROGRESS, HEARTBEATS, MODELS, ANSWERS, TOKENS), WORK),
-        writes=_names(PROGRESS, TOKENS, KV_EVENTS, METRICS, MODELS),
-        creates=(WORK,),
+        reads="groups decisions fleet control progress heartbeats models answers tokens work.*",
+        writes="progress tokens kv-events metrics models",
+        creates="work.*",
     ),
-    "picker": Role(reads=(*_REPLAYED, *_names(TOKENS, HEARTBEATS, MODELS)), writes=_names(REQUESTS, PROGRESS)),
-    "indexer": Role(reads=(*_REPLAYED, *_names(MODELS, HEARTBEATS)), groups=("indexer",)),
-    "planner": Role(reads=(*_REPLAYED, *_names(SCALING, HEARTBEATS)), writes=_names(SCALING)),
-    "shadow": Role(reads=(*_REPLAYED, SHADOW.name), writes=_names(SHADOW)),
-    "ledger": Role(reads=(*_REPLAYED, USAGE.name), writes=_names(USAGE)),
-    "spans": Role(reads=(*_REPLAYED, SPANS.name), writes=_names(SPANS)),
-    "console": Role(reads=(ALL,), groups=("kafka-api", "indexer")),
-    "operator": Role(reads=(ALL,), writes=(ALL,), creates=(ALL,), groups=("kafka-api", "indexer")),
-    "client": Role(reads=(OPENAI_RESPONSES.name, REPLIES), writes=_names(OPENAI_REQUESTS), groups=("client.",)),
+    "picker": Role(reads=f"{_REPLAYED} tokens heartbeats models", writes="requests progress"),
+    "indexer": Role(reads=f"{_REPLAYED} models heartbeats", groups="indexer"),
+    "planner": Role(reads=f"{_REPLAYED} scaling heartbeats", writes="scaling"),
+    "shadow": Role(reads=f"{_REPLAYED} shadow", writes="shadow"),
+    "ledger": Role(reads=f"{_REPLAYED} usage", writes="usage"),
+    "spans": Role(reads=f"{_REPLAYED} spans", writes="spans"),
+    "console": Role(reads="*", groups="kafka-api indexer"),
+    "operator": Role(reads="*", writes="*", creates="*", groups="kafka-api indexer"),
+    "client": Role(reads="openai-responses replies.*", writes="openai-requests", groups="client.*"),
 }
 
-TOPIC, GROUP, CLUSTER = 2, 3, 4
-RESOURCES = {TOPIC: "topic", GROUP: "group", CLUSTER: "cluster"}
-READ, WRITE, CREATE, DESCRIBE, IDEMPOTENT_WRITE = 3, 4, 5, 8, 12
-OPERATIONS = {
-    READ: "read",
-    WRITE: "write",
-    CREATE: "create",
-    DESCRIBE: "describe",
-    IDEMPOTENT_WRITE: "idempotent write",
-}
+
+class Resource(IntEnum):
+    """Kinds of resources, with their numbers in the protocol."""
+
+    TOPIC = 2
+    GROUP = 3
+    CLUSTER = 4
+
+
+class Operation(IntEnum):
+    """Operations, with their numbers in the protocol."""
+
+    READ = 3
+    WRITE = 4
+    CREATE = 5
+    DESCRIBE = 8
+    IDEMPOTENT_WRITE = 12
+
+
 LITERAL, PREFIXED = 3, 4
 ALLOW = 3
 ANY_HOST = "*"
 
 
 class Acl(NamedTuple):
-    """Permission of a Kafka user, with the numbers of the protocol."""
+    """Permission of a Kafka user. A `*` at the end of the name stands for any rest of it."""
 
-    resource: int
-    name: str
-    pattern: int
     user: str
-    operation: int
+    resource: Resource
+    name: str
+    operation: Operation
 
     def described(self) -> tuple[str, str, str, str]:
-        """Return user, resource, its name and the operation for display; a `*` stands for any rest of the name."""
-        name = f"{self.name}*" if self.pattern == PREFIXED else self.name
-        return self.user, RESOURCES[self.resource], name, OPERATIONS[self.operation]
+        """Return user, resource, its name and the operation for display."""
+        return self.user, self.resource.name.lower(), self.name, self.operation.name.lower().replace("_", " ")
 
 
 def acls_of(settings: KafkaSettings, role: Role, user: str) -> list[Acl]:
     """Return the ACLs that grant a role to a Kafka user."""
-
-    def granted(resource: int, names: Sequence[str], operation: int) -> list[Acl]:
-        return [
-            Acl(resource, settings.topic(name), PREFIXED if _is_prefix(name) else LITERAL, user, operation)
-            for name in names
-        ]
-
+    grants = (
+        (Resource.TOPIC, "*", Operation.DESCRIBE),
+        (Resource.TOPIC, role.reads, Operation.READ),
+        (Resource.TOPIC, role.writes, Operation.WRITE),
+        (Resource.TOPIC, role.creates, Operation.CREATE),
+        (Resource.GROUP, role.groups, Operation.READ),
+    )
     found = [
-        *granted(TOPIC, (ALL,), DESCRIBE),
-        *granted(TOPIC, role.reads, READ),
-        *granted(TOPIC, role.writes, WRITE),
-        *granted(TOPIC, role.creates, CREATE),
-        *granted(GROUP, role.groups, READ),
+        Acl(user, resource, settings.topic(name), operation)
+        for resource, names, operation in grants
+        for name in names.split()
     ]
     if not role.writes:
         # Every client gets the id of a producer when it connects. A broker gives it also to a user that may write.
-        found.append(Acl(CLUSTER, "kafka-cluster", LITERAL, user, IDEMPOTENT_WRITE))
+        found.append(Acl(user, Resource.CLUSTER, "kafka-cluster", Operation.IDEMPOTENT_WRITE))
     return found
 
 
@@ -153,7 +125,7 @@ async def create_acls(settings: KafkaSettings, acls: Sequence[Acl]) -> None:
     admin = await connected_admin(settings)
     try:
         for acl in acls:
-            resource = (acl.resource, acl.name, acl.pattern)
+            resource = (acl.resource, acl.name.removesuffix("*"), PREFIXED if acl.name.endswith("*") else LITERAL)
             request = CreateAclsRequest(*resource, f"User:{acl.user}", ANY_HOST, acl.operation, ALLOW)
             response = await admin._send_request(request)
             for code, _ in response.creation_responses:
@@ -166,7 +138,3 @@ async def create_acls(settings: KafkaSettings, acls: Sequence[Acl]) -> None:
         ) from error
     finally:
         await admin.close()
-
-
-def _is_prefix(name: str) -> bool:
-    return not name or name.endswith(".")
