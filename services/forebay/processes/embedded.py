@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from forebay import runtime
@@ -40,6 +40,7 @@ from forebay.processes.metrics_server import process_registry
 from forebay.processes.notices import announce
 from forebay.processes.service import until_signal
 from forebay.processes.shutdown import stop_notice
+from forebay.runtime.metrics import counter
 from forebay.transport.directory import Directory
 from forebay.transport.models import ModelStore
 from forebay.transport.redis.leases import embedded_leases
@@ -228,12 +229,8 @@ class _WorkersMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from WorkerMetrics(*self._workers()).collect()
-        failed = CounterMetricFamily(
-            "forebay_worker_engine_failures", "Failures of engines of `forebay up`.", labels=["worker_id"]
-        )
-        for worker_id, failures in self._restarts.failures.items():
-            failed.add_metric([worker_id], failures)
-        yield failed
+        text = "Failures of engines of `forebay up`."
+        yield counter("forebay_worker_engine_failures", text, self._restarts.failures, "worker_id")
 
 
 def _start_retention(

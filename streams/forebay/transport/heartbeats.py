@@ -7,13 +7,14 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from forebay import runtime
 from forebay.events.codec import decode
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import HEARTBEATS
+from forebay.runtime.metrics import gauge
 from forebay.transport.base import Log, Record
 from forebay.transport.follower import Follower
 from forebay.transport.patience import until_available
@@ -133,15 +134,9 @@ class HeartbeatMetrics(Collector):
         self._groups = groups
 
     def collect(self) -> Iterator[Metric]:
-        standbys = GaugeMetricFamily(
-            "forebay_group_standbys", "routers that are standbys of the group", labels=["group"]
-        )
-        age = GaugeMetricFamily(
-            "forebay_owner_heartbeat_age_seconds", "seconds since the owner's last heartbeat arrived", labels=["group"]
-        )
-        for heartbeats in self._groups():
-            standbys.add_metric([heartbeats.group], len(heartbeats.standbys()))
-            if heartbeats.owner_age_s is not None:
-                age.add_metric([heartbeats.group], heartbeats.owner_age_s)
-        yield standbys
-        yield age
+        groups = list(self._groups())
+        standbys = {one.group: len(one.standbys()) for one in groups}
+        yield gauge("forebay_group_standbys", "routers that are standbys of the group", standbys, "group")
+        ages = {one.group: one.owner_age_s for one in groups if one.owner_age_s is not None}
+        text = "seconds since the owner's last heartbeat arrived"
+        yield gauge("forebay_owner_heartbeat_age_seconds", text, ages, "group")

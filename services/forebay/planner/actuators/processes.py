@@ -17,7 +17,7 @@ from math import inf
 from typing import Literal, get_args
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from forebay import runtime
@@ -34,6 +34,7 @@ from forebay.planner.actuators.os_processes import (
 )
 from forebay.planner.actuators.worker_directory import Drain, SupervisedWorker, WorkerDirectory
 from forebay.runtime.errors import ConfigError
+from forebay.runtime.metrics import counter, gauge
 
 logger = logging.getLogger(__name__)
 
@@ -315,18 +316,11 @@ class SupervisorMetrics(Collector):
         self._processes = processes
 
     def collect(self) -> Iterator[Metric]:
-        decisions = CounterMetricFamily(
-            "forebay_supervisor_decisions", "decisions that this process executed or refused", labels=["result"]
-        )
-        for result, count in sorted(self._service.results.items()):
-            decisions.add_metric([result], count)
-        yield decisions
+        results, text = dict(sorted(self._service.results.items())), "decisions that this process executed or refused"
+        yield counter("forebay_supervisor_decisions", text, results, "result")
         if self._processes is None:
             return
-        labels = ["group", "pool", "status"]
-        workers = GaugeMetricFamily("forebay_supervisor_workers", "workers of this supervisor", labels=labels)
         counts = self._processes.counts()
-        for pool in sorted(self._processes.pools):
-            for status in get_args(WorkerStatus):
-                workers.add_metric([*pool, status], counts[pool, status])
-        yield workers
+        pools = sorted(self._processes.pools)
+        workers = {(*pool, status): counts[pool, status] for pool in pools for status in get_args(WorkerStatus)}
+        yield gauge("forebay_supervisor_workers", "workers of this supervisor", workers, "group", "pool", "status")

@@ -16,11 +16,12 @@ from typing import assert_never
 import msgspec
 import zmq
 import zmq.asyncio
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from xxhash import xxh3_64_intdigest
 from zmq.utils.monitor import recv_monitor_message
 
+from forebay.runtime.metrics import counter
 from forebay.workers.engine import EngineError
 from forebay.workers.kv_events.engine_events import Decode, KvEventError
 from forebay.workers.kv_events.resident import Change, KvTracker, ResidentBlocks, TrackerResult
@@ -441,12 +442,7 @@ class KvEventMetrics(Collector):
         self._totals = totals
 
     def collect(self) -> Iterator[Metric]:
-        found = CounterMetricFamily(
-            "forebay_worker_kv_events",
-            "Batches of the engine's KV events, and anomalies in them, by kind.",
-            labels=["worker_id", "rank", "kind"],
-        )
-        for rank, totals in self._totals.items():
-            for kind, count in sorted(totals().items()):
-                found.add_metric([self._worker_id, str(rank), kind], count)
-        yield found
+        totals = ((rank, sorted(total().items())) for rank, total in self._totals.items())
+        counts = {(self._worker_id, str(rank), kind): count for rank, found in totals for kind, count in found}
+        text = "Batches of the engine's KV events, and anomalies in them, by kind."
+        yield counter("forebay_worker_kv_events", text, counts, "worker_id", "rank", "kind")

@@ -1,13 +1,14 @@
 """Prometheus metrics of workers, computed from their counters at each scrape, and the probes `/ready` and `/live`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate, chain
 from typing import get_args
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from forebay import runtime
+from forebay.runtime.metrics import counter, gauge
 from forebay.workers.kv_transfer.api import BUCKETS_S, REASONS, FreeReason, KvMover, Stats
 from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.worker import Worker
@@ -42,10 +43,10 @@ class WorkerMetrics(Collector):
 def _worker_metrics(worker: Worker) -> Iterator[Metric]:
     counters, who = worker.counters, worker.spec.worker_id
     text = "1 while the worker is a member of the fleet."
-    yield _metric(GaugeMetricFamily, "worker_member", text, who, worker.worker_epoch is not None)
+    yield _metric(gauge, "worker_member", text, who, worker.worker_epoch is not None)
     text = "1 for the current state of the worker, 0 for the others."
     states = {str(state): state is worker.life.state for state in State}
-    yield _metric(GaugeMetricFamily, "worker_state", text, who, states, "state")
+    yield _metric(gauge, "worker_state", text, who, states, "state")
     skipped = {
         "dead_letter": counters.dead_letters,
         "other_epoch": counters.other_epoch,
@@ -57,13 +58,13 @@ def _worker_metrics(worker: Worker) -> Iterator[Metric]:
         "repeated_command": worker.commands.repeated,
     }
     text = "Work items that the worker skipped, by reason."
-    yield _metric(CounterMetricFamily, "worker_items_skipped", text, who, skipped, "reason")
+    yield _metric(counter, "worker_items_skipped", text, who, skipped, "reason")
     text = "Responses continued from an earlier attempt."
-    yield _metric(CounterMetricFamily, "worker_continued", text, who, counters.continued)
+    yield _metric(counter, "worker_continued", text, who, counters.continued)
     text = "Complete re-announcements of a rank's cache after the owner missed events."
-    yield _metric(CounterMetricFamily, "worker_caches_reannounced", text, who, counters.reannounced)
+    yield _metric(counter, "worker_caches_reannounced", text, who, counters.reannounced)
     text = "Requests that a drain handed over to other workers."
-    yield _metric(CounterMetricFamily, "worker_handed_back", text, who, counters.handed_back)
+    yield _metric(counter, "worker_handed_back", text, who, counters.handed_back)
     yield from kv_metrics(worker)
 
 
@@ -72,7 +73,7 @@ def kv_metrics(worker: Worker) -> Iterator[Metric]:
     if layout is None:
         return
     text = "Transport that moves KV blocks; the value is always 1."
-    yield _metric(GaugeMetricFamily, "kv_transport_info", text, who, {layout.connector: 1}, "transport")
+    yield _metric(gauge, "kv_transport_info", text, who, {layout.connector: 1}, "transport")
     if not isinstance(worker.engine, KvMover):
         return
     stats = worker.engine.kv_stats()
@@ -86,14 +87,14 @@ def kv_metrics(worker: Worker) -> Iterator[Metric]:
         "offers": ("Prompts whose KV was kept for another worker.", stats.offered),
     }
     for name, (text, count) in counted.items():
-        yield _metric(CounterMetricFamily, f"kv_transfer_{name}", text, who, count)
+        yield _metric(counter, f"kv_transfer_{name}", text, who, count)
     # Every reason is exported from the start, so that the first event shows as an increase.
     text = "Failed KV transfers, by reason."
     failed = dict.fromkeys(REASONS, 0) | stats.failed
-    yield _metric(CounterMetricFamily, "kv_transfer_failures", text, who, failed, "reason")
+    yield _metric(counter, "kv_transfer_failures", text, who, failed, "reason")
     text = "Prompts whose KV is no longer kept, by the reason for freeing it."
     freed = dict.fromkeys(get_args(FreeReason), 0) | stats.freed
-    yield _metric(CounterMetricFamily, "kv_transfer_given_back", text, who, freed, "reason")
+    yield _metric(counter, "kv_transfer_given_back", text, who, freed, "reason")
     yield _seconds(who, stats)
     now = {
         "held": ("Prompts whose KV is currently kept for another worker.", stats.held_offers),
@@ -104,24 +105,21 @@ def kv_metrics(worker: Worker) -> Iterator[Metric]:
         "quarantined_blocks": ("KV blocks that an unresponsive worker may still write to.", stats.quarantined_blocks),
     }
     for name, (text, count) in now.items():
-        yield _metric(GaugeMetricFamily, f"kv_transfer_{name}", text, who, count)
+        yield _metric(gauge, f"kv_transfer_{name}", text, who, count)
 
 
 def _metric(
-    family: type[CounterMetricFamily | GaugeMetricFamily],
+    kind: Callable[..., Metric],
     name: str,
     text: str,
     worker_id: str,
     values: float | Mapping[str, float],
     label: str = "",
 ) -> Metric:
-    metric = family(f"forebay_{name}", text, labels=["worker_id", label] if label else ["worker_id"])
-    if isinstance(values, Mapping):
-        for key, value in sorted(values.items()):
-            metric.add_metric([worker_id, key], value)
-    else:
-        metric.add_metric([worker_id], values)
-    return metric
+    if not isinstance(values, Mapping):
+        return kind(f"forebay_{name}", text, {worker_id: values}, "worker_id")
+    rows = {(worker_id, key): value for key, value in sorted(values.items())}
+    return kind(f"forebay_{name}", text, rows, "worker_id", label)
 
 
 def _seconds(worker_id: str, stats: Stats) -> Metric:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from forebay import runtime
@@ -22,6 +22,7 @@ from forebay.journal.reader import Reading
 from forebay.journal.release import rules_text
 from forebay.live.indexer.delivered_log import DeliveredLog
 from forebay.live.standby import RecoveryDiverged, Standby
+from forebay.runtime.metrics import gauge
 from forebay.transport.base import Log, LogError
 
 logger = logging.getLogger(__name__)
@@ -152,17 +153,15 @@ class IndexerMetrics(Collector):
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        def gauge(name: str, text: str) -> GaugeMetricFamily:
-            return GaugeMetricFamily(f"forebay_indexer_{name}", text, labels=["group"])
-
-        following = gauge("following", "1 for a group with a current state, 0 for one that is being restored")
-        offset = gauge("journal_offset", "offset after the newest applied journal record")
-        lag = gauge("lag_records", "journal records that are known and not applied yet")
-        proven = gauge("proven_offset", "newest journal offset with a digest equal to that of the owner; -1 for none")
-        for replica in self._replicas.values():
-            position, labels = replica.position(), [replica.group]
-            following.add_metric(labels, replica.problem is None)
-            offset.add_metric(labels, position.journal_offset)
-            lag.add_metric(labels, position.lag_records)
-            proven.add_metric(labels, -1 if position.proven_at is None else position.proven_at)
-        yield from (following, offset, lag, proven)
+        found = {replica.group: (replica.problem is None, replica.position()) for replica in self._replicas.values()}
+        following = {group: is_current for group, (is_current, _) in found.items()}
+        offsets = {group: at.journal_offset for group, (_, at) in found.items()}
+        lags = {group: at.lag_records for group, (_, at) in found.items()}
+        proven = {group: -1 if at.proven_at is None else at.proven_at for group, (_, at) in found.items()}
+        for name, text, values in (
+            ("following", "1 for a group with a current state, 0 for one that is being restored", following),
+            ("journal_offset", "offset after the newest applied journal record", offsets),
+            ("lag_records", "journal records that are known and not applied yet", lags),
+            ("proven_offset", "newest journal offset with a digest equal to that of the owner; -1 for none", proven),
+        ):
+            yield gauge(f"forebay_indexer_{name}", text, values, "group")

@@ -1,18 +1,11 @@
 """Prometheus metrics of an owner, read from its state at each scrape."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, get_args
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-    SummaryMetricFamily,
-    UnknownMetricFamily,
-)
+from prometheus_client.core import HistogramMetricFamily, Metric, SummaryMetricFamily, UnknownMetricFamily
 from prometheus_client.registry import Collector
 
 from forebay.core.phases import Phase
@@ -20,6 +13,7 @@ from forebay.core.state.prefix_index import APPLIED
 from forebay.events.decisions import PrefillReason, Stage
 from forebay.live.owner.owner import Owner
 from forebay.live.owner.ttft_metrics import BUCKETS_S, DurationHistogram
+from forebay.runtime.metrics import counter, gauge
 
 # Prefixes of the counts in `World.counts` that have their own metrics. All other counts are of events without effect.
 OUTCOMES = ("rejected_", "aborted_", "kv_released_", "command_", "non_max_overlap_selections", "overlap_blocks_lost")
@@ -106,17 +100,17 @@ class OwnerMetrics(Collector):
         }
         labels = ("pool", "policy_class", "uncached_tokens_min")
         text = "requests pending in the router's queue"
-        yield self._of(GaugeMetricFamily, "dynamo_frontend_router_queue_pending_requests", text, pending, labels)
+        yield self._of(gauge, "dynamo_frontend_router_queue_pending_requests", text, pending, labels)
 
     def _stage_metrics(self) -> Iterator[Metric]:
         owner = self._owner
         phases = Counter(str(request.phase) for request in owner.world.requests.active())
         by_phase = {(phase,): phases[phase] for phase in Phase}
         text = "requests in flight, by phase"
-        yield self._of(GaugeMetricFamily, "forebay_owner_requests", text, by_phase, ("phase",))
+        yield self._of(gauge, "forebay_owner_requests", text, by_phase, ("phase",))
         stages = {(stage,): owner.tally.stages[stage] for stage in get_args(Stage)}
         text = "stages of requests sent to workers by this owner"
-        yield self._of(CounterMetricFamily, "forebay_router_stages", text, stages, ("stage",))
+        yield self._of(counter, "forebay_router_stages", text, stages, ("stage",))
         # Export zeros from the start, so that rate() sees the first increment.
         known = (
             [("local" if one in LOCAL_REASONS else "remote", one) for one in get_args(PrefillReason)]
@@ -125,10 +119,10 @@ class OwnerMetrics(Collector):
         )
         places = {place: owner.tally.prefills[place] for place in sorted({*known, *owner.tally.prefills})}
         text = "prefills of requests to decode pools, by placement (local or remote) and reason"
-        yield self._of(CounterMetricFamily, "forebay_router_prefills", text, places, ("place", "reason"))
+        yield self._of(counter, "forebay_router_prefills", text, places, ("place", "reason"))
         text = "choices of pools for requests by this owner, by pool and reason"
         choices, labels = dict(sorted(owner.tally.pools.items())), ("pool", "role", "reason")
-        yield self._of(CounterMetricFamily, "forebay_router_pool_choices", text, choices, labels)
+        yield self._of(counter, "forebay_router_pool_choices", text, choices, labels)
 
     def _ttft_metrics(self) -> Iterator[Metric]:
         if not self._has_decode_pool():
@@ -169,7 +163,7 @@ class OwnerMetrics(Collector):
         stores = index.stores
         text = "blocks in the prefix index per shared store"
         sizes = {(name,): size for name, size in stores.sizes().items()}
-        yield self._of(GaugeMetricFamily, "forebay_index_store_blocks", text, sizes, ("store",))
+        yield self._of(gauge, "forebay_index_store_blocks", text, sizes, ("store",))
         text = "blocks that workers expected in a shared store and did not find, or could not use"
         yield self._counter("forebay_index_stale_store_blocks", text, stores.stale_blocks)
         text = "events of shared stores that no worker uses (unused), for which a store was dropped (dropped), or for"
@@ -189,45 +183,38 @@ class OwnerMetrics(Collector):
 
     def _worker_metrics(self) -> Iterator[Metric]:
         world = self._owner.world
-        labels = ["worker_id", "dp_rank"]
-        typed = [*labels, "worker_type"]
-        text = "KV blocks of active requests per worker rank"
-        blocks = GaugeMetricFamily("dynamo_frontend_worker_active_decode_blocks", text, labels=typed)
-        text = "prompt tokens still to prefill per worker rank"
-        prefill = GaugeMetricFamily("dynamo_frontend_worker_active_prefill_tokens", text, labels=typed)
         roles = {worker.spec.worker_id: worker.spec.role for worker in world.fleet.workers()}
-        held = GaugeMetricFamily("forebay_index_blocks", "device blocks in the prefix index", labels=labels)
-        for load in world.load.ranks():
-            worker_id, rank = load.worker_id, load.rank
-            label = [worker_id, str(rank)]
-            blocks.add_metric([*label, roles[worker_id]], load.decode_blocks)
-            prefill.add_metric([*label, roles[worker_id]], load.prefill_tokens)
-            held.add_metric(label, world.index.blocks_held(worker_id, rank, "device"))
-        yield from (blocks, prefill, held)
+        ranks = {(load.worker_id, str(load.rank)): load for load in world.load.ranks()}
+        labels = ("worker_id", "dp_rank", "worker_type")
+        blocks = {(*row, roles[load.worker_id]): load.decode_blocks for row, load in ranks.items()}
+        text = "KV blocks of active requests per worker rank"
+        yield gauge("dynamo_frontend_worker_active_decode_blocks", text, blocks, *labels)
+        prefill = {(*row, roles[load.worker_id]): load.prefill_tokens for row, load in ranks.items()}
+        text = "prompt tokens still to prefill per worker rank"
+        yield gauge("dynamo_frontend_worker_active_prefill_tokens", text, prefill, *labels)
+        held = {row: world.index.blocks_held(load.worker_id, load.rank, "device") for row, load in ranks.items()}
+        yield gauge("forebay_index_blocks", "device blocks in the prefix index", held, *labels[:2])
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        return self._of(CounterMetricFamily, name, text, {(): value})
+        return self._of(counter, name, text, {(): value})
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        return self._of(GaugeMetricFamily, name, text, {(): value})
+        return self._of(gauge, name, text, {(): value})
 
     def _counts(self, name: str, text: str, counts: Mapping[str, int]) -> Metric:
         rows = {(reason,): count for reason, count in sorted(counts.items())}
-        return self._of(CounterMetricFamily, name, text, rows, ("reason",))
+        return self._of(counter, name, text, rows, ("reason",))
 
     def _of(
         self,
-        kind: type[CounterMetricFamily | GaugeMetricFamily],
+        kind: Callable[..., Metric],
         name: str,
         text: str,
         values: Mapping[Any, float],
         labels: Sequence[str] = (),
     ) -> Metric:
         """Return a metric whose first label is the model, with its values by tuples of its other labels."""
-        family = kind(name, text, labels=["model", *labels])
-        for row, value in values.items():
-            family.add_metric([self._model, *row], value)
-        return family
+        return kind(name, text, {(self._model, *row): value for row, value in values.items()}, "model", *labels)
 
 
 def _buckets(times: DurationHistogram) -> list[tuple[str, float]]:

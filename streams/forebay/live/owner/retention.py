@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from forebay import runtime
@@ -40,6 +40,7 @@ from forebay.journal.records import decode_journal, decode_or_none
 from forebay.journal.snapshots import check_snapshot_beside, newest_snapshot
 from forebay.live.owner.owner import Owner
 from forebay.live.owner.submissions import SubmissionReader
+from forebay.runtime.metrics import counter, gauge
 from forebay.transport.base import LogError
 from forebay.transport.sqlite.log import SqliteLog
 
@@ -268,21 +269,15 @@ class RetentionMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         used, file = self._log.bytes_used()
-        limit = self._retentions[0].limits.size_bytes
-        yield GaugeMetricFamily("forebay_log_bytes", "bytes of records in the log", value=used)
-        yield GaugeMetricFamily("forebay_log_file_bytes", "bytes of the log file, including free pages", value=file)
+        yield gauge("forebay_log_bytes", "bytes of records in the log", used)
+        yield gauge("forebay_log_file_bytes", "bytes of the log file, including free pages", file)
         text = "maximum bytes of records in the log, from --log-max-size"
-        yield GaugeMetricFamily("forebay_log_limit_bytes", text, value=limit)
+        yield gauge("forebay_log_limit_bytes", text, self._retentions[0].limits.size_bytes)
+        first = {(topic, str(partition)): offset for (topic, partition), offset in sorted(self._log.starts().items())}
         text = "offset of the oldest record in each partition"
-        first = GaugeMetricFamily("forebay_log_first_offset", text, labels=["topic", "partition"])
-        for (topic, partition), offset in sorted(self._log.starts().items()):
-            first.add_metric([topic, str(partition)], offset)
-        yield first
-        trimmed = CounterMetricFamily("forebay_log_trimmed_records", "records removed by retention", labels=["topic"])
-        counts = sum((retention.trimmed for retention in self._retentions), Counter[str]())
-        for topic, count in sorted(counts.items()):
-            trimmed.add_metric([topic], count)
-        yield trimmed
+        yield gauge("forebay_log_first_offset", text, first, "topic", "partition")
+        trimmed = sum((retention.trimmed for retention in self._retentions), Counter[str]())
+        text = "records removed by retention"
+        yield counter("forebay_log_trimmed_records", text, dict(sorted(trimmed.items())), "topic")
         text = "snapshots that retention found damaged or incomplete, and therefore kept all records for"
-        refused = sum(retention.refused for retention in self._retentions)
-        yield CounterMetricFamily("forebay_log_snapshots_refused", text, value=refused)
+        yield counter("forebay_log_snapshots_refused", text, sum(retention.refused for retention in self._retentions))

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from forebay import runtime
@@ -36,6 +36,7 @@ from forebay.events.scaling import (
     SizesSimulated,
 )
 from forebay.live.planner.topic import ScalingTopic
+from forebay.runtime.metrics import counter, gauge
 from forebay.transport.base import Log
 from forebay.transport.patience import until_available
 
@@ -268,9 +269,6 @@ async def _within(waiting: Awaitable[object], seconds: float) -> None:
             await waiting
 
 
-LABELS = ("group", "pool")
-
-
 class PlannerMetrics(Collector):
     """Metrics of one planner, active or standby, and of the pools that the active planner scales."""
 
@@ -279,34 +277,18 @@ class PlannerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         planner, state = self._planner, self._planner.topic.state
-        yield GaugeMetricFamily(
-            "forebay_planner_active", "1 if this planner decides, 0 if it stands by", int(planner.is_active)
-        )
-        yield GaugeMetricFamily("forebay_planner_paused", "1 if an operator has paused the planner", int(state.paused))
-        yield GaugeMetricFamily(
-            "forebay_planner_open_changes", "decided changes of pools without reply of an actuator", len(state.open)
-        )
-        decisions = CounterMetricFamily(
-            "forebay_planner_decisions", "decisions of this process by effect", labels=["effect"]
-        )
-        decisions.add_metric(["applied"], planner.decisions)
-        decisions.add_metric(["stale"], planner.stale)
-        yield decisions
-        yield CounterMetricFamily(
-            "forebay_planner_forecast_failures", "intervals in which the predictor failed", planner.forecast_failures
-        )
-        yield CounterMetricFamily(
-            "forebay_planner_simulation_failures",
-            "intervals whose forecast could not be simulated",
-            planner.simulation_failures,
-        )
-        size = GaugeMetricFamily("forebay_pool_size", "workers of a pool as decided", labels=LABELS)
-        ready = GaugeMetricFamily("forebay_pool_ready", "ready workers of a pool as last observed", labels=LABELS)
-        for pool in state.settings.pools if state.settings else ():
-            decided, observed = state.size(pool), state.last_observed(pool)
-            if decided is not None:
-                size.add_metric((pool.group, pool.pool), decided)
-            if observed is not None:
-                ready.add_metric((pool.group, pool.pool), observed.ready)
-        yield size
-        yield ready
+        yield gauge("forebay_planner_active", "1 if this planner decides, 0 if it stands by", planner.is_active)
+        yield gauge("forebay_planner_paused", "1 if an operator has paused the planner", state.paused)
+        text = "decided changes of pools without reply of an actuator"
+        yield gauge("forebay_planner_open_changes", text, len(state.open))
+        decisions = {"applied": planner.decisions, "stale": planner.stale}
+        yield counter("forebay_planner_decisions", "decisions of this process by effect", decisions, "effect")
+        text = "intervals in which the predictor failed"
+        yield counter("forebay_planner_forecast_failures", text, planner.forecast_failures)
+        text = "intervals whose forecast could not be simulated"
+        yield counter("forebay_planner_simulation_failures", text, planner.simulation_failures)
+        pools = {(pool.group, pool.pool): pool for pool in (state.settings.pools if state.settings else ())}
+        sizes = {key: size for key, pool in pools.items() if (size := state.size(pool)) is not None}
+        yield gauge("forebay_pool_size", "workers of a pool as decided", sizes, "group", "pool")
+        ready = {key: seen.ready for key, pool in pools.items() if (seen := state.last_observed(pool)) is not None}
+        yield gauge("forebay_pool_ready", "ready workers of a pool as last observed", ready, "group", "pool")

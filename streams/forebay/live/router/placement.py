@@ -7,7 +7,7 @@ routers at once do no harm, because readers use the first placement of a group (
 import logging
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from forebay import runtime
@@ -15,6 +15,7 @@ from forebay.events.codec import encode
 from forebay.events.groups import GroupPlaced
 from forebay.events.names import NameInvalid, require_name
 from forebay.events.topics import GROUPS
+from forebay.runtime.metrics import counter, gauge
 from forebay.transport.base import Draft, LeaseError, Leases, Log
 from forebay.transport.directory import PARTITION, Directory
 
@@ -78,16 +79,9 @@ class PlacementMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         groups = self._directory.groups
-        yield GaugeMetricFamily("forebay_groups", "groups with a control partition", value=len(groups.partitions))
-        refused = self._placement.refused
-        yield CounterMetricFamily(
-            "forebay_groups_refused",
-            "groups rejected for an invalid name or for lack of a free control partition",
-            value=refused,
-        )
-        ignored = CounterMetricFamily(
-            "forebay_placements_ignored", "records on the topic groups without effect, by reason", labels=["reason"]
-        )
-        for reason, count in sorted({**groups.ignored, "undecodable": self._directory.undecodable}.items()):
-            ignored.add_metric([reason], count)
-        yield ignored
+        yield gauge("forebay_groups", "groups with a control partition", len(groups.partitions))
+        text = "groups rejected for an invalid name or for lack of a free control partition"
+        yield counter("forebay_groups_refused", text, self._placement.refused)
+        ignored = dict(sorted({**groups.ignored, "undecodable": self._directory.undecodable}.items()))
+        text = "records on the topic groups without effect, by reason"
+        yield counter("forebay_placements_ignored", text, ignored, "reason")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from forebay.core.routing.policies import CustomPolicies
@@ -21,6 +21,7 @@ from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.live.router.group_member import GroupMember
 from forebay.live.router.placement import GroupPlacement, PlacementMetrics
 from forebay.live.standby import AbandonedTail, Standby
+from forebay.runtime.metrics import gauge
 from forebay.transport.base import Leases, Log
 from forebay.transport.directory import Directory
 
@@ -224,8 +225,6 @@ class ReadinessMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         text = "1 for a group that this router cannot take over; /ready names the reason"
-        gauge = GaugeMetricFamily("forebay_router_blocked", text, labels=["group"])
         blocked = {one.group for one in blocked_groups(self._router)}
-        for member in self._router.members.values():
-            gauge.add_metric([member.group], member.group in blocked)
-        yield gauge
+        groups = {member.group: member.group in blocked for member in self._router.members.values()}
+        yield gauge("forebay_router_blocked", text, groups, "group")

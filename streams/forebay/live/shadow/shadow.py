@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from xxhash import xxh3_64_intdigest
 
@@ -37,6 +37,7 @@ from forebay.events.topics import DECISIONS, SHADOW
 from forebay.journal.records import OtherRules
 from forebay.journal.snapshots import newest_snapshot
 from forebay.live.standby import RecoveryDiverged, Standby
+from forebay.runtime.metrics import counter, gauge
 from forebay.transport.base import PAGE_RECORDS, Draft, Log, LogError, PolicyNotAllowed, Record
 
 logger = logging.getLogger(__name__)
@@ -490,22 +491,21 @@ class ShadowMetrics(Collector):
         shadow, name = self._shadow, self._shadow.settings.name
         pools = sorted(shadow.statistics.pools.items())
         text = "journal records that the shadow has not followed yet"
-        lag = GaugeMetricFamily("forebay_shadow_lag_records", text, labels=["shadow"])
-        lag.add_metric([name], max(0, shadow.end - shadow.position))
-        yield lag
+        yield gauge("forebay_shadow_lag_records", text, {name: max(0, shadow.end - shadow.position)}, "shadow")
         for series, attribute, text in COUNTERS:
-            family = CounterMetricFamily(series, text, labels=["shadow", "pool"])
-            for pool, statistics in pools:
-                family.add_metric([name, pool], getattr(statistics, attribute))
-            yield family
+            counts = {(name, pool): getattr(statistics, attribute) for pool, statistics in pools}
+            yield counter(series, text, counts, "shadow", "pool")
         text = "decisions for which the shadow selected no rank, by reason"
-        failures = CounterMetricFamily("forebay_shadow_failures", text, labels=["shadow", "pool", "reason"])
+        failures = {
+            (name, pool, reason): count
+            for pool, statistics in pools
+            for reason, count in sorted(statistics.failures.items())
+        }
+        yield counter("forebay_shadow_failures", text, failures, "shadow", "pool", "reason")
         text = "cost of the recorded selection above the shadow's, by the shadow's cost function, in blocks"
         regret = HistogramMetricFamily("forebay_shadow_regret_blocks", text, labels=["shadow", "pool"])
         for pool, statistics in pools:
-            for reason, count in sorted(statistics.failures.items()):
-                failures.add_metric([name, pool, reason], count)
             limits = [*map(str, REGRET_BUCKETS), "+Inf"]
             buckets = list(zip(limits, accumulate(statistics.buckets), strict=True))
             regret.add_metric([name, pool], buckets, statistics.regret_blocks)
-        yield from (failures, regret)
+        yield regret

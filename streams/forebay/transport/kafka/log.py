@@ -14,10 +14,11 @@ from typing import Self
 
 from aiokafka.errors import KafkaError
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from forebay.events.topics import DECISIONS
+from forebay.runtime.metrics import counter, gauge
 from forebay.transport.base import Draft, LogError, Record, Wake
 from forebay.transport.kafka.errors import explain
 from forebay.transport.kafka.poll import RETRY_S
@@ -279,16 +280,11 @@ class KafkaMetrics(Collector):
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        lag = GaugeMetricFamily(
-            "forebay_kafka_consumer_lag", "records not fetched yet, by partition", labels=["topic", "partition"]
-        )
-        for (topic, partition), records in sorted(self._log.lags().items()):
-            lag.add_metric([topic, str(partition)], records)
-        yield lag
+        lags = {(topic, str(partition)): records for (topic, partition), records in sorted(self._log.lags().items())}
+        text = "records not fetched yet, by partition"
+        yield gauge("forebay_kafka_consumer_lag", text, lags, "topic", "partition")
         text = "records dropped because their partition does not exist"
-        refused = CounterMetricFamily("forebay_kafka_refused_records", text)
-        refused.add_metric([], self._log.refused)
-        yield refused
+        yield counter("forebay_kafka_refused_records", text, self._log.refused)
 
     def _on_hop(self, topic: str, seconds: float) -> None:
         # Kafka's timestamps are whole milliseconds, rounded down.

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from forebay import runtime
@@ -30,6 +30,7 @@ from forebay.events.codec import MALFORMED
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
 from forebay.events.work import WorkItem
+from forebay.runtime.metrics import counter
 from forebay.workers.engine import AttemptFailed, EngineError, EngineRefused, one_line
 from forebay.workers.engines.attached.completions import (
     HALF_LEASE_S,
@@ -451,12 +452,10 @@ class AttachedMetrics(Collector):
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(
-            "forebay_upstream_events", "Events of an attached server, by kind.", labels=["worker_id", "kind"]
-        )
-        for kind in ("cut", "continued", "rejected", "metrics_unreadable", "inexact_text", "unfetched_kv"):
-            family.add_metric([self._worker_id, kind], self._counts.get(kind, 0))
-        yield family
+        kinds = ("cut", "continued", "rejected", "metrics_unreadable", "inexact_text", "unfetched_kv")
+        counts = {(self._worker_id, kind): self._counts.get(kind, 0) for kind in kinds}
+        text = "Events of an attached server, by kind."
+        yield counter("forebay_upstream_events", text, counts, "worker_id", "kind")
 
 
 def limited(sampling: Sampling, room: int) -> Sampling:
