@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from forebay.cli import keys
+from forebay.events.signing import is_signed_by, sign
 from forebay.ingress.key_file import read_keys
 from forebay.transport.sqlite.log import SqliteLog
 from tests.cli.in_process import error_of, forebay
@@ -54,6 +55,17 @@ def created(*arguments: str) -> str:
 
 def key_id(key: str) -> str:
     return sha256(key.encode()).hexdigest()[:12]
+
+
+def test_a_key_that_signs_is_created(store: list[str]) -> None:
+    run = forebay("keys", "create", "--tenant", "acme", "--signing", "--models=a", *store)
+    assert run.returncode == 0, run.stderr
+    headers = sign(run.stdout.encode(), "topic", {"request-id": "a"}, b"{}", 1)
+    (key,) = listed(store)
+    assert (key["key_id"], key["tenant"], key["models"]) == (headers["forebay-key"], "acme", ["a"])
+    assert key["key_id"] in run.stderr
+    assert is_signed_by(bytes.fromhex(key["public_key"]), "topic", headers, b"{}")
+    assert forebay("keys", "revoke", key["key_id"], *store).returncode == 0
 
 
 def listed(store: list[str]) -> list[dict[str, Any]]:

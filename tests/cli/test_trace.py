@@ -480,6 +480,19 @@ def test_an_unreachable_kafka_is_reported(tmp_path: Path) -> None:
     assert run.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("text", [None, "", "fb-an-api-key"])
+def test_a_file_without_a_key_that_signs_is_rejected(text: str | None, tmp_path: Path) -> None:
+    lines, file = tmp_path / "lines.jsonl", tmp_path / "key"
+    lines.write_bytes(CHAT)
+    if text is not None:
+        file.write_text(text)
+    run = forebay("produce", lines, "--kafka", "127.0.0.1:1", "--signing-key", file)
+    problem = "cannot read" if text is None else "expected the output of `forebay keys create --signing`"
+    assert (run.returncode, run.stderr.count("\n")) == (2, 1)
+    assert f"--signing-key {file}" in run.stderr
+    assert problem in run.stderr
+
+
 class FailingLog:
     """Log on Kafka that fails when it is flushed, or when a response is read."""
 

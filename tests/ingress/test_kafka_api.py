@@ -1,18 +1,13 @@
 """The Kafka API without a broker: records, reply topics, folds of responses, and errors that stop no partition."""
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 
 from forebay.core.state.reply_slot import ResponseState, apply
 from forebay.events.base import pack_u32
@@ -23,11 +18,8 @@ from forebay.events.tokens import Embedded, ResponseEnded, ResponseError, TokenC
 from forebay.events.topics import FIXED_TOPICS, OPENAI_RESPONSES, TOKENS
 from forebay.ingress.body_limits import BodyLimits
 from forebay.ingress.errors import ApiError
-from forebay.ingress.kafka_api import partition as partition_module
-from forebay.ingress.kafka_api.partition import PartitionServer
 from forebay.ingress.kafka_api.request import ReplyAddress, ReplyTopics, address, body_of, nonce_of, slot_of
 from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, ResponseRecord, WindowEntry
-from forebay.ingress.kafka_api.shared import KafkaApiMetrics, SharedState
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.ingress.openai.fields import encoded_options
 from forebay.ingress.openai.requests import ChatBody, CompletionOptions, TextBody
@@ -36,20 +28,12 @@ from forebay.ingress.response_fold import ResponseFold, was_rejected
 from forebay.ingress.settings import IngressSettings
 from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Draft, Record
-from tests.ingress.conftest import CHAT, HELLO, NAME, RESPONSES, SLOT, Scene, begun_fold, events, make_scene
+from tests.ingress.conftest import CHAT, NAME, RESPONSES, SLOT, Scene, begun_fold, events, make_scene
+from tests.ingress.fake_kafka import BODY, NAMESPACE, FakeKafka, record
 from tests.system import until
 
-BODY: dict[str, Any] = {"model": NAME, "messages": HELLO}
-NAMESPACE = "shop"
 ALLOWED = ReplyTopics(NAMESPACE)
 BOUNDS = BodyLimits(text_bytes_max=1_000)
-
-
-def record(body: Any = BODY, place: tuple[int, int] = (3, 41), **headers: str) -> Record:
-    """Return a record; underscores in names of headers stand for dashes."""
-    value = body if isinstance(body, bytes) else msgspec.json.encode(body)
-    fields = {name.replace("_", "-"): text for name, text in headers.items()}
-    return Record("openai-requests", *place, 1_700_000_000_000_000, value, None, fields or None)
 
 
 @pytest.mark.parametrize(
@@ -253,56 +237,6 @@ async def test_records_contain_the_objects_of_http(scene: Scene, stream: bool) -
     expected = events(response)[:-1] if stream else [response.json()]
     differs = {"created": 0, "id": ""}
     assert [{**one, **differs} for one in fold.objects()] == [{**one, **differs} for one in expected]
-
-
-class FakeKafka:
-    """Broker and consumer group of one partition, with its records and responses."""
-
-    def __init__(self, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(partition_module, "slot_of", lambda partition, slots: SLOT)
-        log = cast(Any, scene.log)
-        shared = SimpleNamespace(
-            begin=log.begin,
-            end=log.end,
-            tail=log.tail,
-            append_soon=log.append_soon,
-            settings=SimpleNamespace(namespace="shop"),
-        )
-        metrics = KafkaApiMetrics(CollectorRegistry())
-        self.responses: list[Any] = []
-        self.server = PartitionServer(
-            SharedState(cast(Any, shared), scene.models, cast(Any, self), cast(Any, self), metrics, 16), 3
-        )
-        self.records = 0
-
-    async def start_request(self, body: Any, **headers: str) -> None:
-        self.server.push([record(body, (3, self.records), **headers)])
-        self.records += 1
-
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator["asyncio.Task[None]"]:
-        serving = asyncio.create_task(self.server.run())
-        yield serving
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-
-    async def committed(self, partition: int) -> None: ...
-
-    async def bounds(self, partition: int) -> tuple[int, int]:
-        """Return the bounds of an empty partition."""
-        return 0, 0
-
-    async def commit(self, offsets: Any) -> bool:
-        return True
-
-    def seek(self, partition: int, offset: int) -> None: ...
-
-    def resume(self, partition: int) -> None: ...
-
-    async def send(self, reply: Any, on_done: Any) -> None:
-        """Accept a response record."""
-        self.responses.append(reply)
-        on_done(None)
 
 
 async def test_a_record_that_raises_gets_a_500_and_the_next_is_served(

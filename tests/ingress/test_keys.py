@@ -377,6 +377,8 @@ async def test_a_running_ingress_reads_the_file_again(tmp_path: Path, monkeypatc
         path.write_text(line(key_of("beta")))
         await until(lambda: scene.front.keys.find(b"fb-beta") is not None)
         assert await code_of(scene.client, bearer("acme")) == (401, "invalid_api_key")
+        assert scene.front.keys.find_id(key_of("beta").key_id) == key_of("beta")
+        assert scene.front.keys.find_id(key_of("acme").key_id) is None
 
 
 @pytest.mark.parametrize(

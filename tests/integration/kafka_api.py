@@ -213,6 +213,7 @@ async def kafka_api_server(
         )
         reply_from = await log.end(TOKENS.name, 0)
         front = Front(log, ingress_settings, IngressMetrics(registry, model_name), reply_from, model)
+        await front.keys.start()
         models = OnlyModel(front, model).models
         tasks = [
             asyncio.create_task(front.run()),

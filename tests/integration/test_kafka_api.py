@@ -291,11 +291,13 @@ async def test_produce_prints_a_response_per_line(scene: Scene, tmp_path: Path) 
     bodies = [{**CHAT, "request_id": "whole"}, {**STREAM, "request_id": "stream"}]
     lines.write_bytes(b"\n\n".join(msgspec.json.encode(body) for body in bodies))
     where = ("--kafka", scene.settings.bootstrap, "--namespace", scene.settings.namespace)
-    arguments = ["produce", str(lines), "--wait", *where, "--timeout-s", "40"]
+    run = await asyncio.to_thread(CliRunner().invoke, app, ["keys", "create", "--tenant=acme", "--signing", *where])
+    (tmp_path / "key").write_text(run.stdout)
+    arguments = ["produce", str(lines), "--wait", *where, "--timeout-s", "40", "--signing-key", str(tmp_path / "key")]
     async with scene.serve():
         running = asyncio.create_task(asyncio.to_thread(CliRunner().invoke, app, arguments))
         for name in ("whole", "stream"):
-            await scene.answer(name, "yes", " no")
+            assert (await scene.answer(name, "yes", " no")).tenant == "acme"
         result = await running
         assert result.exit_code == 0, result.stderr
         answers = {one["request_id"]: one for one in map(msgspec.json.decode, result.stdout.splitlines())}

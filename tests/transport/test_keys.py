@@ -43,6 +43,7 @@ async def test_the_newest_event_of_a_key_counts_until_a_record_without_value_rem
         async with background(reader.run()):
             await log.append([Draft(KEYS.name, PARTITION, b"", key_of("two").key)])
             await until(lambda: reader.find(digest("two")) is None)
+        assert set(reader.by_id) == {key_of("one").key_id}
         assert reader.find(digest("one")) is not None
 
 

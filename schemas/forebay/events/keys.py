@@ -25,7 +25,7 @@ class KeySet(Event, tag="key.set", frozen=True, kw_only=True):
     """A new API key, or the changed properties of one. Every limit of 0 is off.
 
     Attributes:
-        key_hash: SHA-256 of the API key, as hex.
+        key_hash: SHA-256 of the API key as hex; of the bytes of `public_key` if the key signs records.
         tenant: name of the tenant that owns the key.
         models: models that the key may use, as clients name them; empty for all.
         requests_per_minute: maximum requests in any 60 s, at all ingresses together.

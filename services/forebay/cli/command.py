@@ -255,6 +255,10 @@ class ProduceCommand:
     kafka: KafkaOptions
     wait: Annotated[bool, Option("--wait", help="Print each response as a JSON line.")] = False
     timeout_s: Annotated[float, Option(min=0.001, help="Seconds to wait after the last request.")] = 600.0
+    signing_key: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="Sign the requests with the key of `forebay keys create --signing` in FILE."),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,6 +399,10 @@ class KeysCreateCommand:
             " a duration such as 90d. Default: never.",
         ),
     ] = ""
+    signing: Annotated[
+        bool,
+        Option("--signing", help="Create a key that signs records of the Kafka API, and print its private key as PEM."),
+    ] = False
     cache_namespace: Annotated[
         str,
         Option(metavar="NAME", help="Keys with the same namespace share cached blocks. Default: name of the tenant."),

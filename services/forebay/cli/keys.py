@@ -12,6 +12,8 @@ from pathlib import Path
 
 import click
 import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from msgspec.structs import replace
 
 from forebay import runtime
@@ -45,14 +47,20 @@ Change = Callable[[list[str]], list[str]]  # of the lines of a file
 
 def run_create(options: KeysCreateCommand) -> None:
     with explained():
-        key = PREFIX + urlsafe_b64encode(runtime.random_bytes(KEY_BYTES)).rstrip(b"=").decode()
-        event = _event(options, sha256(key.encode()).hexdigest())
+        public = b""
+        if options.signing:
+            private = Ed25519PrivateKey.from_private_bytes(runtime.random_bytes(KEY_BYTES))
+            public = private.public_key().public_bytes_raw()
+            key = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode().strip()
+        else:
+            key = PREFIX + urlsafe_b64encode(runtime.random_bytes(KEY_BYTES)).rstrip(b"=").decode()
+        event = _event(options, sha256(public or key.encode()).hexdigest(), public.hex())
         _store(options.store, event, lambda lines: [*lines, _line(event)])
     click.echo(key)
     click.echo(f"forebay: key id {event.key_id} of {event.tenant}; the key is not shown again", err=True)
 
 
-def _event(options: KeysCreateCommand, key_hash: str) -> KeySet:
+def _event(options: KeysCreateCommand, key_hash: str, public_key: str) -> KeySet:
     """Return the event of a new key. Raises ConfigError for an invalid name; other invalid options end the command."""
     require_tenant(options.tenant)
     namespace = options.cache_namespace
@@ -75,6 +83,7 @@ def _event(options: KeysCreateCommand, key_hash: str) -> KeySet:
         weight=options.weight,
         queue_classes=classes,
         cache_namespace=namespace,
+        public_key=public_key,
         created_us=now_us,
         expires_us=_expiry_us(options.expires, now_us),
     )

@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import itertools
 import threading
+import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any
 
 import click
@@ -16,15 +18,18 @@ from xxhash import xxh3_64_intdigest
 from forebay.cli.command import ProduceCommand
 from forebay.cli.common.errors import explained, fail
 from forebay.cli.common.recording import kafka_log
+from forebay.events.signing import sign
 from forebay.events.topics import OPENAI_REQUESTS, OPENAI_RESPONSES
 from forebay.ingress.openai.requests import CHAT_PATH, REQUEST_ID, TEXT_PATH
 from forebay.processes.notices import complain
+from forebay.runtime.files import read_text
 from forebay.transport.base import Draft, LogFull, Tail
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import count_topics, partitions_of
 
 ERROR_STATUS = 400
+KEY_CHARS_MAX = 4_096
 PAGE = 500  # records of responses that are read at a time
 
 
@@ -36,6 +41,7 @@ class ProduceRun:
     pieces: dict[str, list[msgspec.Raw]] = field(default_factory=dict)
     waiting: set[str] = field(default_factory=set)
     errors: int = 0
+    signing_key: bytes = field(default=b"", repr=False)
 
     def encode_request(self, number: int, line: bytes) -> tuple[str, str, bytes]:
         """Return request id, path and body of line `number`. The ingress reports what is wrong with the body."""
@@ -73,7 +79,8 @@ class ProduceRun:
 
 
 def run_produce(options: ProduceCommand) -> None:
-    run, wait_s = ProduceRun(), options.timeout_s if options.wait else None
+    wait_s = options.timeout_s if options.wait else None
+    run = ProduceRun(signing_key=b"" if options.signing_key is None else _signing_key(options.signing_key))
     try:
         with explained(), click.open_file(str(options.file), "rb") as file:
             asyncio.run(_produce(file, options.kafka.settings(), run, wait_s))
@@ -88,6 +95,17 @@ def run_produce(options: ProduceCommand) -> None:
         raise click.exceptions.Exit(1)
 
 
+def _signing_key(file: Path) -> bytes:
+    """Return the text of a file. The command ends unless it is a key that signs."""
+    try:
+        with explained():
+            key = read_text(f"--signing-key {file}", file, KEY_CHARS_MAX).encode()
+        sign(key, "", {}, b"", 0)
+    except (TypeError, ValueError):
+        fail(f"--signing-key {file}: expected the output of `forebay keys create --signing`")
+    return key
+
+
 async def _produce(file: IO[bytes], settings: KafkaSettings, run: ProduceRun, wait_s: float | None) -> None:
     """Send every line. If `wait_s` is not None, wait that many seconds after the last line for the responses."""
     await count_topics(settings)
@@ -99,7 +117,7 @@ async def _produce(file: IO[bytes], settings: KafkaSettings, run: ProduceRun, wa
         tails = [log.tail(*place, await log.end(*place), wake) for place in places]
         collecting = asyncio.create_task(_collect(tails, wake, run, is_sent))
         try:
-            await _send(file, log, partitions[OPENAI_REQUESTS.name], run)
+            await _send(file, log, settings.topic(OPENAI_REQUESTS.name), partitions[OPENAI_REQUESTS.name], run)
             is_sent.set()
             wake.set()
             await asyncio.wait([collecting], timeout=wait_s or 0.0)
@@ -109,12 +127,14 @@ async def _produce(file: IO[bytes], settings: KafkaSettings, run: ProduceRun, wa
             collecting.cancel()
 
 
-async def _send(file: IO[bytes], log: KafkaLog, partitions: int, run: ProduceRun) -> None:
+async def _send(file: IO[bytes], log: KafkaLog, topic: str, partitions: int, run: ProduceRun) -> None:
     """Append a request per line. Raises LogError if Kafka rejects one."""
     async for number, line in _lines(file):
         request_id, path, body = run.encode_request(number, line)
         key = request_id.encode()
         headers = {"request-id": request_id, "path": path}
+        if run.signing_key:
+            headers = sign(run.signing_key, topic, headers, body, time.time_ns() // 1_000_000)
         draft = Draft(OPENAI_REQUESTS.name, xxh3_64_intdigest(key) % partitions, body, key, headers)
         try:
             log.append_soon([draft])

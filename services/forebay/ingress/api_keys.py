@@ -93,6 +93,10 @@ class ApiKeys(PlainKeys):
         digest = sha256(key).digest()
         return (self._file and self._file.tenants.get(digest)) or self._book.find(digest)
 
+    def find_id(self, key_id: str) -> KeySet | None:
+        """Return the event of the tenant's key with this id, also if the key is revoked or has expired."""
+        return self._file_ids.get(key_id) or self._book.by_id.get(key_id)
+
     async def start(self) -> None:
         """Read the keys on the topic. Raises LogError."""
         await self._book.start()
@@ -125,4 +129,5 @@ class ApiKeys(PlainKeys):
 
     def _use(self, file: KeyFile | None) -> None:
         self._file = file
+        self._file_ids = {event.key_id: event for event in file.tenants.values()} if file else {}
         self._use_plain(self._given if file is None else (*self._given, *file.plain))

@@ -106,6 +106,15 @@ def caller_with(key: KeySet) -> Caller:
     )
 
 
+def unusable(key: KeySet, at_us: int) -> ApiError | None:
+    """Return the error for a key of a tenant that is revoked, or has expired before a time."""
+    if key.revoked_us:
+        return ApiError(401, "api_key_revoked", f"the API key {key.key_id} was revoked; use another one")
+    if key.expires_us and at_us >= key.expires_us:
+        return ApiError(401, "api_key_expired", f"the API key {key.key_id} has expired; use another one")
+    return None
+
+
 def set_caller(scope: MutableMapping[str, Any], caller: Caller) -> None:
     """Note the caller of an HTTP request, also for the access log."""
     scope[_SCOPE_KEY] = caller

@@ -147,6 +147,13 @@ class PreparedRequest(msgspec.Struct, frozen=True):
         )
 
 
+def reserved_tokens(prepared: Sequence[PreparedRequest]) -> tuple[int, int]:
+    """Return the prompt tokens and the maximum output tokens of a request, which count for the limits of its key."""
+    rendering = prepared[0].rendering
+    assert rendering is not None, "the first part of a response has its rendering"
+    return rendering.prompt_tokens, sum(part.sampling.max_tokens for part in prepared if part.task == "generate")
+
+
 def tie_seed_of(nonce: int) -> int:
     """Return the seed of a request for tie-breaking and sampling.
 

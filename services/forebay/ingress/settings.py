@@ -32,7 +32,8 @@ class IngressSettings:
         loras: LoRA adapters that are always served as models, in addition to adapters that workers have loaded.
         api_keys: keys without a tenant, in addition to those of `key_file`.
         key_file: file of further keys, also of tenants. The ingress reads it again when it changes.
-        require_key: whether clients need a key although `api_keys` and `key_file` are empty.
+        require_key: whether clients need a key although `api_keys` and `key_file` are empty. Only then do requests over
+            the Kafka API need a signature.
         cors_origins: origins whose web pages may read responses, from `allowed_origins`.
         admin_token: token that the admin API requires; empty for no admin API.
         tool_call_parser: `auto` (by the chat template), `none`, or the name of a parser; so is `reasoning_parser`.

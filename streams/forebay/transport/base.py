@@ -67,6 +67,7 @@ class Record(msgspec.Struct, frozen=True):
 
     Attributes:
         at_us: Wall-clock time of the append in microseconds, 0 if the producer did not set it. No decision uses it.
+        is_stamped: Whether the broker set `at_us`, and not the producer.
         fault: Why the record has no value that can be decoded, for example a null value. None if it has a value.
     """
 
@@ -78,6 +79,7 @@ class Record(msgspec.Struct, frozen=True):
     key: bytes | None = None
     headers: Mapping[str, str] | None = None
     fault: str | None = None
+    is_stamped: bool = False
 
 
 class Tail(Protocol):

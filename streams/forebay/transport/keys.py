@@ -16,6 +16,7 @@ class KeyBook(Follower):
     def __init__(self, log: Log) -> None:
         super().__init__(log, KEYS)
         self.keys: dict[bytes, KeySet] = {}  # by SHA-256 of the API key
+        self.by_id: dict[str, KeySet] = {}
 
     async def start(self) -> None:
         """Read all keys. Raises LogError."""
@@ -42,7 +43,8 @@ class KeyBook(Follower):
 
     def apply(self, record: Record) -> None:
         if not record.value:
-            self.keys.pop(_digest(record.key), None)
+            removed = self.keys.pop(_digest(record.key), None)
+            self.by_id.pop(removed.key_id if removed else "", None)
             return
         event: KeySet = decode(KEYS, record.value)
         if record.key != event.key:
@@ -50,7 +52,7 @@ class KeyBook(Follower):
         digest = _digest(event.key)
         if len(self.keys) >= KEYS_MAX and digest not in self.keys:
             raise DecodeError(f"there are {KEYS_MAX:,} API keys already")
-        self.keys[digest] = event
+        self.keys[digest] = self.by_id[event.key_id] = event
 
 
 def _digest(key: bytes | None) -> bytes:

@@ -340,7 +340,10 @@ class IngressCommand:
     lora: LorasOption = None
     require_key: Annotated[
         bool,
-        Option("--require-key", help="Reject clients without an API key, although only the topic `keys` has keys."),
+        Option(
+            "--require-key",
+            help="Reject clients without an API key, also of the Kafka API, whose requests then need a signature.",
+        ),
     ] = False
     reply_topic: Annotated[
         list[str] | None,

@@ -22,10 +22,9 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forebay import runtime
-from forebay.events.keys import KeySet
 from forebay.ingress.access_log import PROBES
 from forebay.ingress.api_keys import PlainKeys
-from forebay.ingress.caller import caller_with, set_caller
+from forebay.ingress.caller import caller_with, set_caller, unusable
 from forebay.ingress.errors import ApiError
 from forebay.ingress.http.endpoint import is_loopback
 from forebay.runtime.errors import ConfigError
@@ -193,23 +192,14 @@ class ApiKeyGuard(Guard):
             if known.is_plain(key):
                 return None
             event = known.find(key)
-            if event is None:
+            if event is None or event.public_key:  # the public key is no secret
                 continue
-            unusable = _unusable(event)
-            if unusable is None:
+            problem = unusable(event, runtime.wall_us())
+            if problem is None:
                 set_caller(scope, caller_with(event))
                 return None
-            error = unusable
+            error = problem
         return error
-
-
-def _unusable(key: KeySet) -> ApiError | None:
-    """Return the error for a key of a tenant that is revoked or has expired."""
-    if key.revoked_us:
-        return ApiError(401, "api_key_revoked", f"the API key {key.key_id} was revoked; use another one")
-    if key.expires_us and runtime.wall_us() >= key.expires_us:
-        return ApiError(401, "api_key_expired", f"the API key {key.key_id} has expired; use another one")
-    return None
 
 
 def _invalid_key(message: str) -> ApiError:

@@ -35,7 +35,7 @@ from forebay.ingress.http.responses import BackgroundResponse, snapshot, with_hi
 from forebay.ingress.limits import LimitsOfKeys, Reservation
 from forebay.ingress.loaded_model import LoadedModel
 from forebay.ingress.openai.embeddings import EmbeddingBody
-from forebay.ingress.prepare import PreparedRequest
+from forebay.ingress.prepare import PreparedRequest, reserved_tokens
 from forebay.ingress.recorder import RecordedStream, Recorder
 from forebay.ingress.responses.body import RESPONSES_PATH, ResponsesBody
 from forebay.ingress.served_models import ServedModels
@@ -136,20 +136,14 @@ class _Run(NamedTuple):
 
     async def submit(self, request_id: str, idempotency: Idempotency | None) -> Response:
         """Submit the request with a new id, and return its unsent response. Raises ApiError."""
-        reservation = await self._reserve()
+        # Count the request for the limits of its key, with all tokens that it may use.
+        reservation = await self.model.group.front.limits.admit(self.key, *reserved_tokens(self.prepared))
         try:
             return await self._submit(request_id, idempotency, reservation)
         except BaseException:
             if reservation is not None:
                 reservation.release()
             raise
-
-    async def _reserve(self) -> Reservation | None:
-        """Count the request for the limits of its key, with all tokens that it may use. Raises ApiError."""
-        rendering = self.prepared[0].rendering
-        assert rendering is not None, "the first part of a response has its rendering"
-        output = sum(part.sampling.max_tokens for part in self.prepared if part.task == "generate")
-        return await self.model.group.front.limits.admit(self.key, rendering.prompt_tokens, output)
 
     async def _submit(
         self, request_id: str, idempotency: Idempotency | None, reservation: Reservation | None

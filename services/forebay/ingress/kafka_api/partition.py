@@ -16,6 +16,7 @@ import asyncio
 import logging
 import re
 from collections import deque
+from functools import partial
 
 from forebay import runtime
 from forebay.core.state.reply_slot import apply
@@ -25,10 +26,10 @@ from forebay.events.topics import REQUESTS, TOKENS
 from forebay.ingress.access_log import fields_of, write_record
 from forebay.ingress.commands import GRACE_S
 from forebay.ingress.errors import ApiError, deadline_exceeded, internal_error, invalid, retry_headers
-from forebay.ingress.kafka_api.request import ReplyAddress, address, body_of, nonce_of, slot_of
+from forebay.ingress.kafka_api.request import ReplyAddress, address, body_of, nonce_of, signer, slot_of
 from forebay.ingress.kafka_api.response import PendingRequest, RecordResponse, ResponseRecord, WindowEntry
 from forebay.ingress.kafka_api.shared import SharedState
-from forebay.ingress.prepare import submissions
+from forebay.ingress.prepare import reserved_tokens, submissions
 from forebay.ingress.response_fold import was_rejected
 from forebay.ingress.streams import count_foreign, decode_output
 from forebay.transport.base import Draft, LogError, Record, Tail
@@ -91,6 +92,8 @@ class PartitionServer:
                 self._tail.close()
             self._shared.ids.difference_update(one.response.where.request_id for one in self._pending.values())
             self._shared.count(-sum(request.submission is None for request in self._pending.values()))
+            for request in self._pending.values():
+                request.response.settle()
             self._pending.clear()
 
     def push(self, records: list[Record]) -> None:
@@ -243,15 +246,18 @@ class PartitionServer:
         self._shared.metrics.requests.labels("malformed" if malformed else "error").inc()
         write_record(self.partition, entry.offset, error.status, error=error.code, request_id=where.request_id)
         body = error.encoded((record.headers or {}).get("path", ""))
-        await self._send(entry, where, ResponseRecord(0, error.status, True, body))
+        await self._send(entry, where, ResponseRecord(0, error.status, True, body, error.retry_after_s))
 
     async def _open(self, record: Record, entry: WindowEntry, where: ReplyAddress) -> list[PendingRequest]:
         """Open the requests of a record, one per choice or input. Raises ApiError if one is invalid."""
         front, request_id = self._shared.front, kafka_api_request_id(where.request_id)
+        await asyncio.sleep(0)  # to check a signature takes 0.2 ms
+        caller = signer(record, self._shared.topic, front.keys, is_required=front.settings.require_key)
         body = body_of(record, front.bodies.limits, ignores_unknown=front.settings.ignore_unknown_fields)
+        caller.require_model(body.model)
         model, named = await self._shared.find(body.model, request_id)
         settings, headers = model.group.settings, (record.headers or {}).items()
-        inputs = await model.prepare(body, headers, named, is_patient=True)
+        inputs = await model.prepare(body, headers, named, caller, is_patient=True)
         events = submissions(
             request_id,
             inputs,
@@ -268,6 +274,7 @@ class PartitionServer:
             text = f"the request id {where.request_id} is already in flight; use another id"
             raise ApiError(409, "duplicate_request_id", text)
         response = RecordResponse(entry, where, fold, model.group)
+        response.admission = partial(front.limits.admit, caller.key, *reserved_tokens(inputs))
         response.caller = fields_of(events[0].tenant, events[0].key_id)
         for index, (name, submission) in enumerate(zip(fold.ids, events, strict=True)):
             request = self._pending[name] = PendingRequest(name, response, index, submission)
@@ -276,11 +283,12 @@ class PartitionServer:
         return response.requests
 
     async def _submit(self, request: PendingRequest) -> None:
-        if request.response.fold.is_over or request.submission is None:
-            return
         group = request.response.group
-        value = encode(REQUESTS, request.submission)
         try:
+            await request.response.admit()
+            if request.response.fold.is_over or request.submission is None:
+                return
+            value = encode(REQUESTS, request.submission)
             partition = group.require_partition()
             self._shared.log.append_soon([Draft(REQUESTS.name, partition, value, request.request_id.encode())])
         except ValueError as error:
@@ -342,6 +350,8 @@ class PartitionServer:
         return request if request is not None and request.response.entry is entry else None
 
     async def _fail(self, request: PendingRequest, error: ApiError) -> None:
+        if request.response.fold.is_over:  # while its limits were checked
+            return
         await self._deliver(request, [request.response.fail(error)])
 
     async def _deliver(self, request: PendingRequest, records: list[ResponseRecord]) -> None:
@@ -356,6 +366,7 @@ class PartitionServer:
         dropped = [self._drop(one) for one in request.response.requests]
         if not any(dropped):
             return
+        request.response.settle()
         shared.ids.discard(request.response.where.request_id)
         shared.metrics.requests.labels("answered" if fold.error is None else "error").inc()
         status = "success" if fold.error is None else "error"
@@ -405,7 +416,7 @@ class PartitionServer:
             "status": str(record.status),
             "last": "1" if record.last else "0",
             "index": str(record.index),
-            **retry_headers(record.status),
+            **retry_headers(record.status, record.retry_after_s),
         }
         reply = Reply(where.reply_topic, where.request_id.encode(), headers, record.value)
         await self._shared.replies.send(reply, on_done)

@@ -1,4 +1,4 @@
-"""Parse a record of `openai-requests`: request id, allowed reply topic and body. Performs no I/O."""
+"""Parse a record of `openai-requests`: request id, allowed reply topic, signature and body. Performs no I/O."""
 
 import re
 from collections.abc import Sequence
@@ -7,10 +7,14 @@ from fnmatch import fnmatchcase
 
 from xxhash import xxh3_64_intdigest
 
+from forebay.events import signing
+from forebay.events.keys import KEY_ID_DIGITS
 from forebay.events.names import unknown_name
 from forebay.events.topics import OPENAI_RESPONSES, topic_named
+from forebay.ingress.api_keys import ApiKeys
 from forebay.ingress.bodies import KINDS, AnyBody
 from forebay.ingress.body_limits import BOM, BodyLimits
+from forebay.ingress.caller import ANONYMOUS, Caller, caller_with, unusable
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.openai.fields import parse
 from forebay.ingress.openai.requests import CHAT_PATH, REQUEST_ID
@@ -18,6 +22,16 @@ from forebay.ingress.responses.body import ResponsesBody
 from forebay.transport.base import Record
 
 TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")  # valid names in Kafka
+KEY_ID = re.compile(f"[0-9a-f]{{{KEY_ID_DIGITS}}}")
+TIME = re.compile(r"[0-9]{1,15}")  # Unix time in milliseconds
+# The owner remembers the id of a request for two minutes after its end. Within this time a replayed record is appended
+# at most two minutes after the first one, even if the clock of the producer is ahead.
+SIGNATURE_MS = 60_000
+SECRET_HEADERS = ("authorization", "x-api-key")  # of HTTP
+EXPOSED = (
+    "everyone who may read the topic can read an API key in a header, so revoke it; sign the record with a key of "
+    "`forebay keys create --signing`"
+)
 
 
 class ReplyTopics:
@@ -84,6 +98,51 @@ def address(record: Record, allowed: ReplyTopics) -> ReplyAddress:
         problem = problem or invalid(text, "reply-topic", "invalid_reply_topic")
         reply_topic = ""
     return ReplyAddress(request_id, reply_topic, problem)
+
+
+def signer(record: Record, topic: str, keys: ApiKeys, *, is_required: bool) -> Caller:
+    """Return the tenant that signed a record of the topic with this full name, `ANONYMOUS` without a signature.
+
+    Raises ApiError (401) for an API key in a header, for an invalid or old signature, and for a missing one if it
+    `is_required`.
+    """
+    headers = record.headers or {}
+    for name in headers:
+        if name.lower() in SECRET_HEADERS:
+            raise ApiError(401, "api_key_in_header", f"the record has the header {name.lower()}; {EXPOSED}")
+    if record.fault is not None:
+        return ANONYMOUS  # `body_of` rejects it
+    needed = signing.KEY, signing.TIME, signing.SIGNATURE, "request-id"
+    if not is_required and not headers.keys() & set(needed[:3]):
+        return ANONYMOUS
+    if missing := [name for name in needed if name not in headers]:
+        text = f"a signed record needs the header {missing[0]}"
+        raise _invalid(f"this ingress accepts only signed records; {text}" if is_required else text, missing[0])
+    key_id, sent_ms, at_ms = headers[signing.KEY], headers[signing.TIME], record.at_us // 1000
+    if not KEY_ID.fullmatch(key_id):
+        text = f"{signing.KEY} must be the id of a key, {KEY_ID_DIGITS} hex digits; {EXPOSED}"
+        raise ApiError(401, "api_key_in_header", text, signing.KEY)
+    key = keys.find_id(key_id)
+    if key is None or not key.public_key:
+        text = f"{key_id} is {'unknown' if key is None else 'not a key that signs'}; `forebay keys list` shows the keys"
+        raise _invalid(text, signing.KEY)
+    if not signing.is_signed_by(bytes.fromhex(key.public_key), topic, headers, record.value):
+        text = f"the signature is not that of the key {key_id} for these headers and this value on {topic}"
+        raise _invalid(text, signing.SIGNATURE)
+    if (problem := unusable(key, record.at_us)) is not None:
+        raise problem
+    if not record.is_stamped:
+        text = f"the age of a signature is unknown; set message.timestamp.type of {topic} to LogAppendTime"
+        raise ApiError(501, "untrusted_timestamps", text)
+    if not TIME.fullmatch(sent_ms) or abs(int(sent_ms) - at_ms) > SIGNATURE_MS:
+        text = f"{signing.TIME} is {sent_ms[:15]!r}, but must be within {SIGNATURE_MS:,} ms of the time of the broker, "
+        text += f"{at_ms}; check the clock, and sign a record again before you repeat it"
+        raise ApiError(401, "signature_expired", text, signing.TIME)
+    return caller_with(key)
+
+
+def _invalid(text: str, param: str) -> ApiError:
+    return ApiError(401, "invalid_signature", text, param)
 
 
 def body_of(record: Record, limits: BodyLimits, *, ignores_unknown: bool = False) -> AnyBody:

@@ -3,15 +3,17 @@
 The records depend only on the request and on events of the reply slot, so they are identical after a takeover.
 """
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from forebay import runtime
 from forebay.core.state.reply_slot import ResponseState
 from forebay.events.requests import RequestSubmitted
 from forebay.ingress.access_log import write_record
-from forebay.ingress.errors import ApiError
+from forebay.ingress.errors import RETRY_AFTER_S, ApiError
 from forebay.ingress.group import GroupClient
 from forebay.ingress.kafka_api.request import ReplyAddress
+from forebay.ingress.limits import Reservation
 from forebay.ingress.response_fold import ResponseFold
 
 OK = 200
@@ -25,6 +27,7 @@ class ResponseRecord:
     status: int
     last: bool
     value: bytes
+    retry_after_s: int = RETRY_AFTER_S
 
 
 @dataclass(slots=True)
@@ -44,20 +47,47 @@ class WindowEntry:
 
 
 class RecordResponse:
-    """Response to one record of `openai-requests`, which becomes one request on the log per choice or input."""
+    """Response to one record of `openai-requests`, which becomes one request on the log per choice or input.
 
-    __slots__ = ("_began_s", "_events", "_sent", "caller", "entry", "fold", "group", "requests", "where")
+    Attributes:
+        caller: fields of the access log.
+        admission: counts the request for the limits of its key; None afterwards.
+    """
 
     def __init__(self, entry: WindowEntry, where: ReplyAddress, fold: ResponseFold, group: GroupClient) -> None:
         self.group = group
         self.entry = entry
         self.where = where
-        self.caller: dict[str, str] = {}  # fields of the access log
+        self.caller: dict[str, str] = {}
+        self.admission: Callable[[], Awaitable[Reservation | None]] | None = None
         self.fold = fold
         self.requests: list[PendingRequest] = []
+        self._reservation: Reservation | None = None
         self._sent = 0
         self._events = fold.begin(fold.request_id)
         self._began_s = runtime.monotonic_s()
+
+    async def admit(self) -> None:
+        """Count the request for the limits of its key, once. Raises ApiError if a limit is reached.
+
+        A request that another ingress submitted is admitted if it has output, because that ingress counted it.
+        """
+        admission, self.admission = self.admission, None
+        if admission is not None and not self.fold.is_over and not self._has_run:
+            self._reservation = await admission()
+            if self.fold.is_over:  # meanwhile
+                self.settle()
+
+    def settle(self) -> None:
+        """Count what the request has used, or all that it may use if it has begun and another ingress takes it over."""
+        if self._reservation is not None and self._has_run:
+            self._reservation.end(self.fold.prompt_tokens + self.fold.output_tokens if self.fold.is_over else None)
+        elif self._reservation is not None:
+            self._reservation.release()
+
+    @property
+    def _has_run(self) -> bool:
+        return any(one.worker_id for one in self.requests)
 
     def write_access(self, partition: int) -> None:
         fold, error = self.fold, self.fold.error
@@ -87,10 +117,10 @@ class RecordResponse:
     def fail(self, error: ApiError) -> ResponseRecord:
         """End the response with an error, and return its last record."""
         self.fold.fail(error)
-        return self._record(self.fold.error_body(error), last=True, status=error.status)
+        return self._record(self.fold.error_body(error), last=True, status=error.status, after_s=error.retry_after_s)
 
-    def _record(self, value: bytes, *, last: bool, status: int = OK) -> ResponseRecord:
-        record = ResponseRecord(self._sent, status, last, value)
+    def _record(self, value: bytes, *, last: bool, status: int = OK, after_s: int = RETRY_AFTER_S) -> ResponseRecord:
+        record = ResponseRecord(self._sent, status, last, value, after_s)
         self._sent += 1
         return record
 

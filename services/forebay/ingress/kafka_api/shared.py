@@ -5,6 +5,7 @@ import asyncio
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from forebay import runtime
+from forebay.events.topics import OPENAI_REQUESTS
 from forebay.ingress.errors import ApiError
 from forebay.ingress.kafka_api.request import ReplyTopics
 from forebay.ingress.served_models import RequestedModel, ServedModels
@@ -68,6 +69,7 @@ class SharedState:
         self.replies = replies
         self.metrics = metrics
         self.reply_slots = reply_slots
+        self.topic = f"{log.settings.namespace}.{OPENAI_REQUESTS.name}"
         self.reply_topics = ReplyTopics(log.settings.namespace, models.front.settings.reply_topics)
         self.ids: set[str] = set()
         self.commit_soon = asyncio.Event()

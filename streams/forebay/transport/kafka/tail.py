@@ -19,6 +19,7 @@ from forebay.transport.kafka.wire import Wire
 
 BUFFER_RECORDS_MAX = 20_000
 AT_MS_MAX = 253_402_300_799_999  # the end of the year 9999, the maximum of Python's datetime
+LOG_APPEND_TIME = 1  # Kafka's timestamp type of records that the broker stamped
 NULL_VALUE = "its value is null"
 
 
@@ -144,8 +145,9 @@ def record_of(topic: str, message: ConsumerRecord) -> Record:
     elif value is None:
         fault = NULL_VALUE
     at_us = min(max(message.timestamp, 0), AT_MS_MAX) * 1000
+    headers, is_stamped = headers_of(message.headers), getattr(message, "timestamp_type", 0) == LOG_APPEND_TIME
     return Record(
-        topic, message.partition, message.offset, at_us, value or b"", message.key, headers_of(message.headers), fault
+        topic, message.partition, message.offset, at_us, value or b"", message.key, headers, fault, is_stamped
     )
 
 

@@ -252,6 +252,8 @@ def _config(topic: Topic, replication: int) -> dict[str, str]:
     config["retention.ms"] = topic.retention_s * 1000 if ends else -1
     if ends or topic.is_compacted:
         config["segment.ms"] = min(topic.retention_s or SEGMENT_S, SEGMENT_S) * 1000
+    if topic is OPENAI_REQUESTS:
+        config["message.timestamp.type"] = "LogAppendTime"  # a producer could hide the age of a signature
     if topic.is_compacted:
         config["max.compaction.lag.ms"] = SEGMENT_S * 1000
     return {name: str(value) for name, value in config.items()}
