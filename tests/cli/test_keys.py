@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from forebay.cli import keys
+from forebay.events.keys import KeySet
 from forebay.events.signing import is_signed_by, sign
 from forebay.ingress.key_file import read_keys
 from forebay.transport.sqlite.log import SqliteLog
@@ -161,15 +162,13 @@ def test_an_unusable_file_is_not_changed(content: bytes | None, problem: str, tm
 
 
 def test_commands_at_the_same_time_lose_no_key(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
+    file, new = tmp_path / "keys", [KeySet(key_hash=f"{number:064x}", tenant="acme") for number in range(20)]
 
     async def create_all() -> None:
-        await asyncio.gather(
-            *(asyncio.to_thread(keys.rewrite, file, lambda lines, n=n: [*lines, f"key-{n}"]) for n in range(20))  # type: ignore[misc]
-        )
+        await asyncio.gather(*(asyncio.to_thread(keys.append, file, event) for event in new))
 
     asyncio.run(create_all())
-    assert set(read_keys(file).plain) == {f"key-{number}" for number in range(20)}
+    assert sorted(read_keys(file).tenants.values(), key=lambda key: key.key_hash) == new
 
 
 def test_an_empty_topic_has_no_keys(store: list[str]) -> None:

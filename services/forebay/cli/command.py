@@ -350,6 +350,10 @@ class KeyStoreOptions(KafkaOptions):
     ] = None
 
 
+def _limit(text: str) -> Option:
+    return Option(min=1, max=LIMIT_MAX, help=f"Maximum {text}. Default: no limit.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeysCreateCommand:
     """Create an API key of a tenant, and print it on stdout. Only a hash of the key is stored.
@@ -364,22 +368,11 @@ class KeysCreateCommand:
         list[str] | None,
         Option(metavar="MODEL", help="Model, adapter or alias that the key may use. Repeatable. Default: all."),
     ] = None
-    rpm: Annotated[int | None, Option(min=1, max=LIMIT_MAX, help="Maximum requests per minute. Default: no limit.")] = (
-        None
-    )
-    tpm: Annotated[
-        int | None,
-        Option(min=1, max=LIMIT_MAX, help="Maximum tokens per minute, of prompts and outputs. Default: no limit."),
-    ] = None
-    in_flight: Annotated[
-        int | None, Option(min=1, max=LIMIT_MAX, help="Maximum requests at the same time. Default: no limit.")
-    ] = None
-    budget_day: Annotated[
-        int | None, Option(min=1, max=LIMIT_MAX, help="Maximum tokens per day in UTC. Default: no limit.")
-    ] = None
-    budget_month: Annotated[
-        int | None, Option(min=1, max=LIMIT_MAX, help="Maximum tokens per month in UTC. Default: no limit.")
-    ] = None
+    rpm: Annotated[int | None, _limit("requests per minute")] = None
+    tpm: Annotated[int | None, _limit("tokens per minute, of prompts and outputs")] = None
+    in_flight: Annotated[int | None, _limit("requests at the same time")] = None
+    budget_day: Annotated[int | None, _limit("tokens per day in UTC")] = None
+    budget_month: Annotated[int | None, _limit("tokens per month in UTC")] = None
     weight: Annotated[
         int, Option(min=1, max=TENANT_WEIGHT_MAX, help="Share in the router's queue, relative to other tenants.")
     ] = 1

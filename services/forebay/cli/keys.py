@@ -1,12 +1,9 @@
 """`forebay keys`: create, list and revoke API keys of tenants, on the topic `keys` or in a file."""
 
 import asyncio
-import fcntl
-import os
 import re
 from base64 import urlsafe_b64encode
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
 
@@ -25,9 +22,9 @@ from forebay.cli.common.times import span_us, time_us
 from forebay.events.codec import encode
 from forebay.events.keys import KEY_ID_DIGITS, LISTED_MAX, KeySet
 from forebay.events.topics import KEYS
-from forebay.ingress.key_file import RECORD, parse_keys, read_keys
+from forebay.ingress.key_file import parse_keys, read_keys
 from forebay.processes.names import named, names
-from forebay.runtime.files import replacing
+from forebay.runtime.files import FILE_BYTES_MAX
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import count_topics
 from forebay.transport.keys import KeyBook
@@ -42,8 +39,6 @@ LAST_US = 253_370_764_800_000_000  # the year 9999
 OTHER_COLUMNS = ("type", "key_hash", "tenant", "created_us", "expires_us", "revoked_us")
 PRIVATE = 0o600  # mode of a new file
 
-Change = Callable[[list[str]], list[str]]  # of the lines of a file
-
 
 def run_create(options: KeysCreateCommand) -> None:
     with explained():
@@ -55,7 +50,7 @@ def run_create(options: KeysCreateCommand) -> None:
         else:
             key = PREFIX + urlsafe_b64encode(runtime.random_bytes(KEY_BYTES)).rstrip(b"=").decode()
         event = _event(options, sha256(public or key.encode()).hexdigest(), public.hex())
-        _store(options.store, event, lambda lines: [*lines, _line(event)])
+        _store(options.store, event)
     click.echo(key)
     click.echo(f"forebay: key id {event.key_id} of {event.tenant}; the key is not shown again", err=True)
 
@@ -143,9 +138,7 @@ def run_revoke(options: KeysRevokeCommand) -> None:
         key = _meant(options.key_id, _stored(store))
         if key.revoked_us:
             fail(f"the key {key.key_id} of {key.tenant} is revoked already, since {_utc(key.revoked_us)} UTC")
-        revoked = replace(key, revoked_us=now_us)
-        # A file may have several records of the key.
-        _store(store, revoked, lambda lines: [_line(revoked) if _is_of(line, key) else line for line in lines])
+        _store(store, replace(key, revoked_us=now_us))
     click.echo(f"revoked {key.key_id} of {key.tenant}")
 
 
@@ -158,12 +151,12 @@ def _meant(given: str, keys: list[KeySet]) -> KeySet:
     return found[0]
 
 
-def _store(options: KeyStoreOptions, event: KeySet, change: Change) -> None:
-    """Append an event to the topic, or change the lines of the file. Raises ConfigError or LogError."""
+def _store(options: KeyStoreOptions, event: KeySet) -> None:
+    """Append an event to the topic or to the file. Raises ConfigError or LogError."""
     if options.file is None:
         asyncio.run(_of_topic(options.settings(), event))
     else:
-        rewrite(options.file, change)
+        append(options.file, event)
 
 
 def _stored(options: KeyStoreOptions) -> list[KeySet]:
@@ -184,50 +177,22 @@ async def _of_topic(settings: KafkaSettings, new: KeySet | None = None) -> list[
             return list(book.keys.values())
 
 
-# --- the file ---------------------------------------------------------------------------------------------------------
+def append(file: Path, event: KeySet) -> None:
+    """Append the record of a key to a file, of which the last record of a key counts. A new file is private.
 
-
-def _line(event: KeySet) -> str:
-    return encode(KEYS, event).decode()
-
-
-def _is_of(line: str, key: KeySet) -> bool:
-    return line.strip().startswith(RECORD) and key.key_hash in line
-
-
-def rewrite(file: Path, change: Change) -> None:
-    """Replace a file of keys by one with changed lines. A new file is readable by its owner only.
-
-    Raises ConfigError if the file would be invalid. If it cannot be written, the command ends.
+    Raises ConfigError if the file is invalid. If it cannot be written, the command ends.
     """
-    path = file.resolve()  # a link stays
+    line = f"{encode(KEYS, event).decode()}\n"
     try:
-        with _locked(path.parent):
-            lines = path.read_text().splitlines() if path.exists() else []
-            text = "".join(f"{line}\n" for line in change(lines))
-            parse_keys(file, text)
-            with replacing(path) as part:
-                os.fchmod(part.fileno(), PRIVATE)
-                if path.exists():  # an ingress of another user must still be able to read it
-                    found = path.stat()
-                    if (found.st_uid, found.st_gid) != (os.geteuid(), os.getegid()):
-                        os.fchown(part.fileno(), found.st_uid, found.st_gid)
-                    os.fchmod(part.fileno(), found.st_mode & 0o777)
-                part.write(text.encode())
-                part.flush()
-                os.fsync(part.fileno())
+        file.touch(PRIVATE)
+        with file.open("a+b") as opened:
+            opened.seek(0)
+            text = opened.read(FILE_BYTES_MAX + 1).decode()
+            if text and not text.endswith("\n"):
+                line = f"\n{line}"
+            parse_keys(file, text + line)
+            opened.write(line.encode())  # at once, so that commands at the same time do not mix their lines
     except UnicodeDecodeError:
         fail(f"{file}: not UTF-8 text")
     except OSError as error:
         fail(f"cannot write {file}: {error.strerror}")
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Exclude other commands that change files of keys in a folder."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(opened)
