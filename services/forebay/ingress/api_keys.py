@@ -40,7 +40,7 @@ class PlainKeys:
 
     def is_plain(self, key: bytes) -> bool:
         """Return whether this is a key without a tenant."""
-        return self._digest(key) in self._digests
+        return bool(self._digests) and self._digest(key) in self._digests
 
     def find(self, key: bytes) -> KeySet | None:
         """Return the event of a tenant's key, also if the key is revoked or has expired; None for an unknown key."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, MutableMapping
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -94,6 +95,7 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
 ANONYMOUS = Caller()
 
 
+@lru_cache(1_000)
 def caller_with(key: KeySet) -> Caller:
     """Return the caller that an API key identifies."""
     return Caller(

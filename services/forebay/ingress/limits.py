@@ -14,6 +14,7 @@ import asyncio
 import logging
 import math
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 
 from forebay import runtime
 from forebay.events.keys import KeySet
@@ -40,11 +41,13 @@ ANSWER_S = 0.25  # the store has failed if it takes longer
 CURRENT_S = 3.0  # totals are read every second, so older ones may lack what other ingresses counted
 RETURN_BEATS = 3  # until all ingresses have noticed that the store is back
 UNKNOWN_PARTS = 10  # without known totals, all ingresses together admit one of these parts of a limit
+RESET = b"%dm%ds" % divmod(WINDOW_S, 60)  # nothing that counts now counts later
 CHANGES_MAX = 256  # seconds with corrections per key; the oldest ones are joined
 
 logger = logging.getLogger(__name__)
 
 
+@lru_cache(1_000)
 def limits_of(event: KeySet | None) -> KeyLimits | None:
     """Return the limits of an API key, None if it has none."""
     if event is None:
@@ -345,15 +348,18 @@ class LimitsOfKeys:
         limits = limits_of(event)
         if limits is None:
             return []
-        found = {}
-        for name, limit, left in zip(
-            ("requests", "tokens"), limits, self._left(self._key(event, limits)), strict=False
+        found, left = [], self._left(self._key(event, limits))
+        for name, limit, rest in (
+            (b"requests", limits.requests, left.requests),
+            (b"tokens", limits.tokens, left.tokens),
         ):
             if limit < UNLIMITED:
-                found[f"limit-{name}"] = str(limit)
-                found[f"remaining-{name}"] = str(max(0, min(left, limit)))
-                found[f"reset-{name}"] = "0s" if left >= limit else f"{WINDOW_S // 60}m{WINDOW_S % 60}s"
-        return [(f"x-ratelimit-{name}".encode(), value.encode()) for name, value in found.items()]
+                found += [
+                    (b"x-ratelimit-limit-" + name, b"%d" % limit),
+                    (b"x-ratelimit-remaining-" + name, b"%d" % max(0, min(rest, limit))),
+                    (b"x-ratelimit-reset-" + name, b"0s" if rest >= limit else RESET),
+                ]
+        return found
 
 
 def _chunk(needed: int, limit: int) -> int:

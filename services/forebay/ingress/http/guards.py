@@ -181,13 +181,13 @@ class ApiKeyGuard(Guard):
             text = "this server requires an API key; send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             return _invalid_key(text) if known.is_required else None
         text = "the API key is wrong; send a key of this server as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-        error = _invalid_key(text)
         if len(bearers) > 1 or len(keys) > 1:
-            return error
+            return _invalid_key(text)
         schemes = (value.partition(b" ") for value in bearers)
         keys += [key for scheme, _, key in schemes if scheme.lower() == BEARER]
         if not keys and not known.is_required:
             return None
+        problem: ApiError | None = None
         for key in map(bytes.strip, keys):
             if known.is_plain(key):
                 return None
@@ -198,8 +198,7 @@ class ApiKeyGuard(Guard):
             if problem is None:
                 set_caller(scope, caller_with(event))
                 return None
-            error = problem
-        return error
+        return problem or _invalid_key(text)
 
 
 def _invalid_key(message: str) -> ApiError:
