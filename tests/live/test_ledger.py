@@ -20,22 +20,10 @@ from forebay.journal.usage import HOUR_US, derive
 from forebay.live.ledger import ChainWriter, Ledger
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
-from tests.replay.recorder import Recorder, fleet
+from tests.live.growing import Growing, history
 from tests.system import until
 
-TENANTS = ("acme", "umbrella")
 FOR_EVER_US = 1 << 60
-
-
-def history(requests: int, *, after_us: int = 10) -> Recorder:
-    """Return a history in which each request ends after the next one has begun. The last one is in flight."""
-    made = fleet()
-    for number in range(requests):
-        made.ask(f"r{number}", tenant=TENANTS[number % 2], key_id=f"k{number % 3}", timeout_us=80_000_000_000)
-        if number:
-            made.progress(f"r{number - 1}", RequestFinished, after_us, finish_reason="stop", output_tokens=number)
-        made.seal()
-    return made
 
 
 def sums(entries: Sequence[UsageEntry]) -> dict[Any, int]:
@@ -47,27 +35,8 @@ def sums(entries: Sequence[UsageEntry]) -> dict[Any, int]:
     return found
 
 
-class Growing:
-    """A log whose journal appears record by record."""
-
-    def __init__(self, made: Recorder) -> None:
-        self.log = SqliteLog.open(None)
-        self._made = made
-        self._left = made.journal_drafts()
-
-    async def begin(self) -> None:
-        await self.log.append(self._made.drafts)
-
-    async def grow(self, count: int) -> None:
-        drafts, self._left = self._left[:count], self._left[count:]
-        if drafts:
-            await self.log.append(drafts)
-
-    async def end(self) -> None:
-        await self.grow(len(self._left))
-
-    async def recorded(self) -> list[UsageEntry]:
-        return [entry for record in await Chain(self.log, 0).read() for entry in record.entries]
+async def recorded(log: SqliteLog) -> list[UsageEntry]:
+    return [entry for record in await Chain(log, 0).read() for entry in record.entries]
 
 
 async def chain_of(*, pieces: int = 6) -> SqliteLog:
@@ -122,7 +91,7 @@ async def test_writers_that_alternate_race_and_die_write_what_the_journal_leads_
         assert report.differences == []
         assert report.records == report.derived
         assert len(await values_of(log)) == report.records + racing.lost
-        assert sums(await growing.recorded()) == sums(await derive(log, 0))
+        assert sums(await recorded(growing.log)) == sums(await derive(log, 0))
 
 
 class _Racing:
@@ -158,7 +127,7 @@ async def test_a_record_is_due_after_a_time_or_when_an_hour_is_over() -> None:
         await later.end()
         writer = ChainWriter(log, 0)
         assert await writer.advance(FOR_EVER_US), "the hour of the first request is over"
-        assert [one.hour_us for one in await later.recorded()] == [0, HOUR_US]
+        assert [one.hour_us for one in await recorded(later.log)] == [0, HOUR_US]
         assert writer.behind > 0
         assert not await writer.advance(0), "there is nothing more"
         assert writer.behind == 0
@@ -325,12 +294,12 @@ async def test_a_ledger_writes_all_partitions_and_finishes(caplog: pytest.LogCap
         registry = CollectorRegistry()
         ledger = Ledger(log, registry, every_s=0.0)
         running = asyncio.create_task(ledger.run())
-        await until(lambda: ledger.writers and ledger.writers[0].chain.head)
+        await until(lambda: ledger.followers and ledger.followers[0].chain.head)
         await growing.end()
         await ledger.stop()
         await running
         assert (await verify_chain(log, 0)).differences == []
-        assert sums(await growing.recorded()) == sums(await derive(log, 0))
+        assert sums(await recorded(growing.log)) == sums(await derive(log, 0))
         assert b'forebay_ledger_behind_records{partition="0"} 0.0' in generate_latest(registry)
         assert caplog.text == ""
 
@@ -338,7 +307,7 @@ async def test_a_ledger_writes_all_partitions_and_finishes(caplog: pytest.LogCap
 async def test_a_journal_that_cannot_be_read_stops_its_chain_with_one_message(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forebay.live.ledger.RETRY_S", 0.0)
+    monkeypatch.setattr("forebay.live.partitions.RETRY_S", 0.0)
     made = history(8)
     del made.journal[4]
     growing = Growing(made)
@@ -347,7 +316,7 @@ async def test_a_journal_that_cannot_be_read_stops_its_chain_with_one_message(
         await growing.end()
         ledger = Ledger(log, CollectorRegistry(), every_s=0.0)
         running = asyncio.create_task(ledger.run())
-        await until(lambda: ledger.writers and ledger.writers[0].problem)
+        await until(lambda: ledger.followers and ledger.followers[0].problem)
         await ledger.stop()
         await running
     assert caplog.text.count("the ledger of control partition 0 stopped: the log lost 1 journal records") == 1

@@ -22,6 +22,7 @@ COMMANDS: dict[str, dict[str, str | Subcommands]] = {
         "worker": "processes.command:WorkerCommand",
         "indexer": "processes.command:IndexerCommand",
         "ledger": "processes.command:LedgerCommand",
+        "spans": "processes.command:SpansCommand",
         "serve": "processes.command:ServeCommand",
     },
     "Look": {

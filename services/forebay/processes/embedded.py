@@ -184,6 +184,11 @@ async def _running(
         keeper = LeaseKeeper(leases, ttl_s=settings.lease_ttl_s)
         keeper.start()
         stack.push_async_callback(keeper.stop)
+        registry = process_registry()
+        if settings.spans is not None:
+            from forebay.processes.spans import exporting_beside  # noqa: PLC0415 - it needs an extra
+
+            await stack.enter_async_context(exporting_beside(log, registry, settings.spans, "embedded"))
         tasks = await stack.enter_async_context(running_tasks())
         for group in groups:
             group.create(opened, leases, keeper)
@@ -199,7 +204,6 @@ async def _running(
                 tasks.run(group.run_worker(place, serving), worker.spec.worker_id)
         # Real engines report their sizes only after their start, and the pools are configured with these.
         await tasks.until(lambda: all(worker.life.state is not State.CREATED for worker in workers()))
-        registry = process_registry()
         registry.register(_WorkersMetrics(workers, restarts))
         for group in groups:
             await group.start_owner(registry)

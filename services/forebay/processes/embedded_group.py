@@ -28,6 +28,7 @@ from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.live.owner.retention import RetentionLimits
 from forebay.live.owner.start_check import CheckedLog
+from forebay.live.spans import SpanSettings
 from forebay.live.standby import Standby
 from forebay.processes.engines import EngineChoice, built, with_own_disk
 from forebay.replay.status import GroupStatus, missing_worker, owner_status
@@ -87,6 +88,7 @@ class EmbeddedSettings:
         log_sync: whether an acknowledged append survives a power loss (`full`), or only the death of the process.
         console: settings of a console in another process; None for no console.
         console_module: module that runs the process of the console.
+        spans: receiver of spans; None for no export.
     """
 
     log: Path | None
@@ -105,6 +107,7 @@ class EmbeddedSettings:
     log_sync: LogSync = "normal"
     console: ConsoleSettings | None = None
     console_module: str = ""
+    spans: SpanSettings | None = None
 
 
 class EngineRestarts:

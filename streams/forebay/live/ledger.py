@@ -4,28 +4,23 @@ A writer has no state of its own. It continues after the last record of the chai
 position that this record names. Several writers may run: see `forebay.journal.ledger`.
 """
 
-import asyncio
 import logging
-from contextlib import suppress
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 
 from forebay import runtime
 from forebay.events.positions import JournalPosition
 from forebay.events.topics import DECISIONS, USAGE
 from forebay.events.usage import NO_HASH, UsageRecorded
 from forebay.journal.folds import begin_of, is_readable
-from forebay.journal.groups import partitions_of
 from forebay.journal.ledger import Chain, seal
 from forebay.journal.usage import HOUR_US, UsageReader
-from forebay.transport.base import Draft, Log, LogError
-from forebay.transport.patience import until_available
+from forebay.live.partitions import Partitions
+from forebay.transport.base import Draft, Log
 
 logger = logging.getLogger(__name__)
 
 EVERY_S = 60.0
-POLL_S = 1.0
-RETRY_S = 10.0  # after an error of the log
 ENTRIES_MAX = 1_000  # of a record, which then has about 300 kB
 
 
@@ -112,51 +107,23 @@ class ChainWriter:
             self._from_us = reader.fold.now_us
 
 
-class Ledger:
+class Ledger(Partitions[ChainWriter]):
     """Writes the chains of all control partitions."""
 
     def __init__(self, log: Log, registry: CollectorRegistry, every_s: float = EVERY_S) -> None:
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"forebay_ledger_{name}", text, ["partition"], registry=registry)
-
-        self.writers: dict[int, ChainWriter] = {}
-        self._log = log
+        super().__init__(log, registry, "ledger")
         self._every_us = int(every_s * 1e6)
-        self._stopping = asyncio.Event()
-        self._behind = gauge("behind_records", "journal records that no ledger record covers")
-        self._faults = gauge("faults", "records of the ledger that do not continue the chain, at most 100")
-        self._stopped = gauge("stopped", "1 if the journal cannot be read at present")
+        self._faults = self.gauge("faults", "records of the ledger that do not continue the chain, at most 100")
 
-    async def run(self) -> None:
-        """Write until `stop`, and then the usage that no record has yet. Raises LogError."""
-        while not self._stopping.is_set():
-            for partition in await until_available(lambda: partitions_of(self._log)):
-                self.writers.setdefault(partition, ChainWriter(self._log, partition))
-            await self._advance(self._every_us)
-            is_stopped = any(writer.problem for writer in self.writers.values())
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), RETRY_S if is_stopped else POLL_S)
-        await self._advance(0)
+    def follow(self, partition: int) -> ChainWriter:
+        return ChainWriter(self.log, partition)
 
-    async def stop(self) -> None:
-        """Let `run` end soon."""
-        self._stopping.set()
+    async def advance(self, follower: ChainWriter, *, is_last: bool) -> bool:
+        return await follower.advance(0 if is_last else self._every_us)
 
-    async def _advance(self, every_us: int) -> None:
-        """Append the records that are due. A journal that cannot be read does not stop the chains of the others."""
-        for partition, writer in self.writers.items():
-            problem = ""
-            try:
-                while await writer.advance(every_us):
-                    pass
-            except LogError as error:
-                problem = str(error)
-            if problem and problem != writer.problem:
-                logger.error("the ledger of control partition %d stopped: %s", partition, problem)
-            writer.problem = problem
-            self._behind.labels(partition).set(writer.behind)
-            self._faults.labels(partition).set(len(writer.chain.faults))
-            self._stopped.labels(partition).set(bool(problem))
+    def observe(self, partition: int, follower: ChainWriter) -> None:
+        super().observe(partition, follower)
+        self._faults.labels(partition).set(len(follower.chain.faults))
 
 
 def _now_us() -> int:

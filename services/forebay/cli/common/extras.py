@@ -17,3 +17,5 @@ def _is_installed(package: str) -> bool:
         return find_spec(package) is not None
     except ValueError:  # it is imported, but has no spec: Faust replaces itself in sys.modules
         return True
+    except ModuleNotFoundError:  # the package that should contain it is missing, too
+        return False

@@ -49,6 +49,7 @@ from forebay.workers import PROCESSES_MAX
 if TYPE_CHECKING:
     from forebay.ingress.http.endpoint import Endpoint
     from forebay.ingress.settings import IngressSettings
+    from forebay.live.spans import SpanSettings
     from forebay.processes.worker import Upstream
 
 UPSTREAMS_MAX = 64  # each has a worker in this process
@@ -271,6 +272,41 @@ class LogOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class SpansOptions:
+    PANEL: ClassVar = "Spans"
+
+    otlp: Annotated[
+        str | None,
+        Option(metavar="URL", help="Export a trace of each request by OTLP, for example to http://localhost:4318."),
+    ] = None
+    otlp_sample: Annotated[
+        float, Option(min=0.0, max=1.0, help="Share of the traces to export, in addition to those that failed.")
+    ] = 1.0
+    otlp_slow_s: Annotated[
+        float | None, Option(min=0.0, help="Also export the traces of requests that took this many seconds or more.")
+    ] = None
+    otlp_tenant: Annotated[
+        list[str] | None, Option(metavar="TENANT", help="Also export all traces of this tenant. Repeatable.")
+    ] = None
+
+    def settings(self) -> "SpanSettings | None":
+        """Return the settings of the export; None without --otlp. Raises ConfigError if the URL is invalid."""
+        if self.otlp is None:
+            return None
+        from forebay.live.spans import SpanSettings  # noqa: PLC0415 - --help does not wait for the core
+
+        try:
+            parts = urlsplit(self.otlp)
+            valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and parts.username is None
+        except ValueError:
+            valid = False
+        if not valid:
+            raise ConfigError(f"--otlp {self.otlp}: expected http://host:port of a receiver, without a password")
+        url = self.otlp if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1/traces"
+        return SpanSettings(url, self.otlp_sample, self.otlp_slow_s, frozenset(self.otlp_tenant or ()))
+
+
+@dataclass(frozen=True, slots=True)
 class ConsoleBesideOptions:
     PANEL: ClassVar = "Console"
 
@@ -308,6 +344,7 @@ class UpCommand:
     drain_s: DrainOption = DRAIN_S
     snapshots: SnapshotOptions
     console: ConsoleBesideOptions
+    spans: SpansOptions
     access_log: AccessLogOption = True
     logs: LoggingOptions
     models: ModelsOptions
@@ -447,6 +484,23 @@ class LedgerCommand:
     every_s: Annotated[
         float, Option(min=0.1, max=3_600.0, help="Seconds between two records of a model that serves requests.")
     ] = 60.0
+    service: ServiceOptions
+    logs: LoggingOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpansCommand:
+    """Export the spans of a distributed system from its log, to a receiver of OpenTelemetry.
+
+    It only reads the log, and appends its position to the topic `spans`. Requires opentelemetry-proto: pip install
+    'forebay[otlp]'.
+    """
+
+    RUN: ClassVar = "processes.spans:run_spans"
+    REQUIRES: ClassVar = ("otlp", "opentelemetry.proto")
+
+    spans: SpansOptions
+    kafka: KafkaOptions
     service: ServiceOptions
     logs: LoggingOptions
 

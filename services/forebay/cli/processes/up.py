@@ -8,6 +8,7 @@ import click
 
 from forebay.cli.common.config_file import model_tables
 from forebay.cli.common.errors import explained, fail, run_service
+from forebay.cli.common.extras import require_extra
 from forebay.cli.common.times import size, span_us
 from forebay.cli.console.run import beside
 from forebay.cli.policies.allowed import allowed_policies
@@ -39,6 +40,8 @@ LOG_BYTES_MIN = 10_000_000  # room for a snapshot, the records after it, and the
 def run_up(options: UpCommand) -> None:
     options.logs.start(QUIET, has_access_log=options.access_log)
     with explained():
+        if options.spans.otlp is not None:
+            require_extra("otlp", "forebay up --otlp", "opentelemetry.proto")
         router = options.router.config()
         served = choose_models(
             options.models, options.workers, options.tiers, model_tables(click.get_current_context())
@@ -71,6 +74,7 @@ def run_up(options: UpCommand) -> None:
             log_sync=options.log.log_sync,
             console=_console(options, served[0].name, ingress, endpoint, policies),
             console_module=beside.__module__,
+            spans=options.spans.settings(),
         )
     run_service(run(settings, lambda disagg: announce_start(settings, disagg)))
 
