@@ -309,8 +309,38 @@ def test_the_grid_of_pools_is_shown_as_a_table(system: tuple[Up, Path], tmp_path
 def test_the_admin_api_is_disabled_by_default() -> None:
     with running("--workers", "1") as up:
         answers = [control(up, *names) for names in (("power", "pause"), ("policy",), ("pools",))]
-    message = "forebay: the admin API is disabled; start the ingress with --admin-api and a token\n"
+    message = f"forebay: {up.url} has no admin API; start the ingress with --admin-api, or use its --admin-port\n"
     assert [(code, err) for code, _, err in answers] == [(1, message)] * 3
+
+
+def test_the_admin_api_has_a_port_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_ports(1)
+    options = ("--log", str(tmp_path / "log.db"), "--workers", "2", "--admin-port", str(port), "--api-key", KEY)
+    up, admin = Up(*options), f"http://127.0.0.1:{port}"
+    try:
+        up.wait_ready()
+        assert f"admin API on {admin}\n" in up.banner()
+        taken = process("up", "--port", str(free_ports(1)), "--admin-port", str(port))
+        assert (taken.returncode, "choose another --admin-port" in taken.stderr) == (2, True), taken.stderr
+        for key in (KEY, ADMIN_TOKEN):
+            headers = {"authorization": f"Bearer {key}"}
+            assert httpx.post(f"{up.url}/pause", headers=headers, timeout=30).status_code == httpx.codes.NOT_FOUND
+        with_key = httpx.post(f"{admin}/pause", headers={"authorization": f"Bearer {KEY}"}, timeout=30)
+        assert with_key.json()["error"]["code"] == "admin_token_wrong"
+        assert "has no admin API" in error_of("control", "power", "pause", "--url", up.url, code=1)
+        assert forebay("control", "policy", "--set", f"{BLOCKS}=0.9", "--url", admin).returncode == 0
+        assert forebay("control", "pools", "--url", admin).returncode == 0
+        token = tmp_path / "token"
+        token.write_text("guess")
+        assert "set FOREBAY_ADMIN_TOKEN or --token-file" in error_of("status", "--url", admin, "--token-file", token)
+        monkeypatch.setenv("FOREBAY_API_KEY", KEY)
+        for url in (up.url, admin):
+            assert forebay("status", "--url", url).returncode == 0, url
+        monkeypatch.delenv("FOREBAY_API_KEY")
+        monkeypatch.delenv("FOREBAY_ADMIN_TOKEN")
+        assert "set FOREBAY_ADMIN_TOKEN or --token-file" in error_of("status", "--url", admin)
+    finally:
+        assert up.end(signal.SIGINT) == 0
 
 
 def test_commands_need_the_token_of_the_ingress(
@@ -337,8 +367,9 @@ def test_commands_need_the_token_of_the_ingress(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--admin-api",), "--admin-api requires a token; set FOREBAY_ADMIN_TOKEN or use --token-file FILE"),
-        (("--token-file", "x"), "--token-file requires --admin-api"),
+        (("--admin-api",), "the admin API requires a token; set FOREBAY_ADMIN_TOKEN or use --token-file FILE"),
+        (("--admin-port", "9"), "the admin API requires a token; set FOREBAY_ADMIN_TOKEN or use --token-file FILE"),
+        (("--token-file", "x"), "--token-file requires --admin-api or --admin-port"),
         (("--admin-api", "--token-file", "/none"), "cannot read --token-file /none"),
         (("--admin-api", "--token-file", "/dev/null"), "--token-file /dev/null is empty"),
         (("--allow-host", "http://name:80"), "--allow-host 'http://name:80': give a host name"),

@@ -241,8 +241,8 @@ def status_of(client: httpx.Client) -> dict[str, Any]:
 def test_a_log_keeps_the_groups_of_all_models(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The console beside the system shows the first model of each start."""
     monkeypatch.setenv("FOREBAY_CONSOLE_TOKEN", ADMIN_TOKEN)
-    log, console = tmp_path / "log.db", free_ports(1)
-    beside = "--console", "--console-port", str(console), "--admin-api"
+    log, console = tmp_path / "log.db", free_ports(2)
+    beside = "--console", "--console-port", str(console), "--admin-port", str(console + 1)
     alone = "--model", str(folder / "beta"), "--model-name", "org/beta", "--block-size", "16"
     starts = (["--model", str(folder / "alpha")], ["alpha"]), (["--config", tables(folder)], ["alpha", "org/beta"])
     request_id, same = "", {"x-request-id": "same"}

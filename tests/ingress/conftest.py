@@ -18,7 +18,6 @@ import msgspec
 import openai
 import pytest
 import pytest_asyncio
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.types import ASGIApp
 
@@ -43,7 +42,7 @@ from forebay.events.tokens import (
 )
 from forebay.events.topics import CONTROL, REQUESTS, TOKENS, Topic
 from forebay.ingress.front import Front
-from forebay.ingress.http.app import build_app
+from forebay.ingress.http.app import IngressApp, build_app
 from forebay.ingress.http.endpoint import TlsFiles
 from forebay.ingress.http.protocol import ConnectionLimits
 from forebay.ingress.http.server import Server, build_server, listen
@@ -89,7 +88,7 @@ class Scene:
         self._answered = 0
 
     @functools.cached_property
-    def app(self) -> FastAPI:
+    def app(self) -> IngressApp:
         return build_app(self.models, self.registry)
 
     @functools.cached_property

@@ -77,6 +77,10 @@ def concrete(path: str) -> str:
     return re.sub(r"\{[^}]*\}", "x", path)
 
 
+def admin_paths(scene: Scene) -> set[str]:
+    return {path for _, path in operations(scene) if path not in PUBLIC}
+
+
 def is_untouched(scene: Scene) -> bool:
     """Return whether the topics that clients and operators write to are empty."""
     return not any(list(scene.log.records(topic.name, 0, 0, 10)) for topic in (REQUESTS, CONTROL))
@@ -226,7 +230,7 @@ async def test_every_route_is_open_or_requires_a_key_or_the_admin_token(keyed: S
         found[{"invalid_api_key": "key", "admin_token_missing": "admin"}.get(code, "open")].add(concrete(path))
     assert found["open"] <= OPEN
     assert found["key"] >= {CHAT, TEXT, EMBED, RESPONSES, ROUTE, "/v1/models"}
-    assert found["admin"] >= {"/v1/commands", "/v1/loras", "/v1/loras/x", "/pause", "/busy_threshold"}
+    assert found["admin"] == {concrete(path) for path in admin_paths(keyed)}
     assert all(requires_api_key(path) for path in ("/tokenize", "/detokenize", "/v1/anything"))
     assert is_untouched(keyed)
 
@@ -242,6 +246,38 @@ async def test_an_api_key_opens_no_admin_route_and_the_admin_token_no_other_rout
     status_code, code = await status(keyed, "GET", "/busy_threshold", ADMIN_TOKEN)
     assert (status_code, code) == (200, "")
     assert (await status(keyed, "POST", "/v1/commands", ADMIN_TOKEN))[1] not in ("invalid_api_key", "admin_token_wrong")
+
+
+async def test_the_admin_api_is_only_on_its_port(keyed: Scene) -> None:
+    """The port also has the routes that `forebay control` reads. All require the admin token."""
+    admin = admin_paths(keyed)
+    async with make_scene(api_keys=KEYS, admin_token=ADMIN_TOKEN, admin_port=1) as scene:
+        assert {path for _, path in operations(scene)} == PUBLIC
+        assert not admin & (await scene.client.get("/openapi.json")).json()["paths"].keys()
+        refused = {(401, "invalid_api_key"), (404, "not_found"), (405, "method_not_allowed")}
+        for path in admin:
+            for key in (None, KEYS[0], ADMIN_TOKEN):
+                assert await status(scene, "POST", concrete(path), key) in refused, path
+        app = scene.app.admin
+        assert app is not None
+        paths = {route.path for route in app.routes if isinstance(route, Route)}
+        assert paths == admin | {"/v1/models", "/v1/models/{name:path}", "/v1/status"}
+        async with client_of(app) as client:
+            client.base_url = "http://127.0.0.1"
+            for route in app.routes:
+                assert isinstance(route, Route)
+                for method in route.methods or ():
+                    for key, code in ((None, "admin_token_missing"), (KEYS[0], "admin_token_wrong")):
+                        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+                        response = await client.request(method, concrete(route.path), headers=headers)
+                        assert error(response) == (401 if key is None else 403, code), route.path
+            for path in ("/v1/models", "/v1/pools"):
+                assert (await client.get(path, headers=HEADERS)).status_code == httpx.codes.OK
+            for path in (*OPEN, TEXT, "/tokenize"):
+                assert error(await client.get(path, headers=HEADERS)) == (404, "not_found")
+            for headers, code in (({"host": "evil.example"}, "host_not_allowed"), ({"origin": PAGE}, "foreign_origin")):
+                assert error(await client.get("/v1/pools", headers={**HEADERS, **headers})) == (403, code)
+        assert is_untouched(scene)
 
 
 @MODULE_LOOP

@@ -399,7 +399,7 @@ def test_an_invalid_file_is_rejected(content: str, problem: str, tmp_path: Path)
     assert "fb-a-key" not in str(raised.value)
 
 
-async def test_a_tenant_sees_only_its_own_requests_in_the_status() -> None:
+async def test_a_tenant_sees_only_its_own_requests_in_the_status_and_an_operator_all() -> None:
     tenants = tuple(TenantStatus(tenant=name, in_flight=2, queued=1) for name in ("acme", "beta"))
     log, _ = memory_log()
     status = await read_status(log, 0, NAME)
@@ -409,13 +409,17 @@ async def test_a_tenant_sees_only_its_own_requests_in_the_status() -> None:
     async def read(_: str) -> GroupStatus:
         return status
 
-    async with (
-        keyed(key_of("acme")) as (scene, _),
-        client_of(build_app(scene.models, CollectorRegistry(), status_of=read)) as client,
-    ):
-        own, anonymous = [
-            (await client.get("/v1/status", headers=headers)).json()["requests"]["tenants"]
-            for headers in (bearer("acme"), {})
+    async with keyed(key_of("acme"), admin_token=ADMIN_TOKEN, admin_port=1) as (scene, _):
+        app = build_app(scene.models, CollectorRegistry(), status_of=read)
+        assert app.admin is not None
+        own, anonymous, of_operator = [
+            (await client_of(one).get("/v1/status", headers=headers)).json()["requests"]["tenants"]
+            for one, headers in (
+                (app, bearer("acme")),
+                (app, {}),
+                (app.admin, {"authorization": f"Bearer {ADMIN_TOKEN}", "host": "localhost"}),
+            )
         ]
     assert own == [{"tenant": "acme", "in_flight": 2, "queued": 1}]
     assert anonymous == []
+    assert [one["tenant"] for one in of_operator] == ["acme", "beta"]

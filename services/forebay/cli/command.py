@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from forebay.cli.common.cluster_options import KafkaOptions, ServiceOptions, TopicPlanOptions
-from forebay.cli.common.credentials import ClientKeyOption
+from forebay.cli.common.credentials import AdminTokenFileOption, ClientKeyOption
 from forebay.cli.common.logs import LoggingOptions
 from forebay.cli.common.operator_name import OperatorOption
 from forebay.cli.common.options import Argument, JsonOption, Option
@@ -30,6 +30,7 @@ class StatusCommand:
     recording: Recording
     url: UrlOption = URL
     api_key: ClientKeyOption = None
+    admin_token_file: AdminTokenFileOption = None
     allow_policy: AllowPolicyOption = None
     json: JsonOption = False
     watch: Annotated[bool, Option("--watch", help="Read and show the status again every 2 s.")] = False

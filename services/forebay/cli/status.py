@@ -3,7 +3,9 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http import HTTPStatus
+from pathlib import Path
 
 import click
 import msgspec
@@ -16,7 +18,7 @@ from forebay.cli.common.recording import Recording
 from forebay.cli.common.tables import print_table, results, span, titled_table
 from forebay.cli.common.terminal import own_stdout, printable
 from forebay.cli.common.unverified import DIVERGED
-from forebay.cli.control.client import IngressClient
+from forebay.cli.control.client import ADMIN_TOKEN_ERRORS, TOKEN_HINT, IngressClient
 from forebay.cli.policies.allowed import allowed_policies
 from forebay.core.routing.policies import CustomPolicies
 from forebay.journal.groups import groups_of
@@ -38,7 +40,9 @@ RECENT_US = 2 * 3_600_000_000  # older times are shown without their age
 def run_status(options: StatusCommand) -> None:
     def read() -> list[GroupStatus]:
         if options.recording.log is None and options.recording.kafka is None:
-            return _query(options.url, options.api_key, options.recording.group)
+            with explained():
+                headers = client_headers(options.api_key)
+            return _query(IngressClient(options.url, headers, options.recording.group), options.admin_token_file)
         options.recording.require_one_source()
         return _derive(options.recording, options.allow_policy)
 
@@ -67,10 +71,9 @@ def run_status(options: StatusCommand) -> None:
         raise click.exceptions.Exit(NOT_READY)
 
 
-def _query(url: str, api_key: str | None, group: str) -> list[GroupStatus]:
-    with explained():
-        headers = client_headers(api_key)
-    client = IngressClient(url, headers, group)
+def _query(client: IngressClient, token_file: Path | None) -> list[GroupStatus]:
+    """Return the status of the models of an ingress. The admin token is sent only to an address that requires it."""
+    url = client.url
     response = client.request("/v1/status", timeout_s=DERIVED_WITHIN_S)
     answer = client.decode(response, "version")
     if response.status_code == HTTPStatus.OK:
@@ -79,10 +82,15 @@ def _query(url: str, api_key: str | None, group: str) -> list[GroupStatus]:
         except msgspec.ValidationError as error:
             fail(f"{url} returned another version of the status ({error}); use the same version of forebay")
     problem = answer["error"]
-    if not group and (models := problem.get("models")):
-        return [status for model in models for status in _query(url, api_key, model)]
-    hints = {"invalid_api_key": f"; set {API_KEY_VARIABLE} or --api-key", "model_required": "; pass --group NAME"}
     code = str(problem.get("code"))
+    if not client.model and (models := problem.get("models")):
+        return [status for model in models for status in _query(replace(client, model=model), token_file)]
+    if code in ADMIN_TOKEN_ERRORS:
+        admin = IngressClient.of(url, token_file, client.model)
+        if admin.headers not in ({}, client.headers):
+            return _query(admin, token_file)
+    hints = {"invalid_api_key": f"; set {API_KEY_VARIABLE} or --api-key", "model_required": "; pass --group NAME"}
+    hints |= dict.fromkeys(ADMIN_TOKEN_ERRORS, TOKEN_HINT)
     exit_code = USAGE if response.is_client_error else NOT_READY
     fail(f"{url}: {problem['message']}{hints.get(code, '')}", OTHER_RULES if code == "other_rules" else exit_code)
 

@@ -107,7 +107,7 @@ class Actions:
             text = f"{self._ingress_url} is not an ingress (HTTP {response.status_code}); check --url"
             raise ApiError(502, "no_ingress", text)
         if response.status_code == HTTPStatus.NOT_FOUND and code == "not_found":
-            text = "the admin API of the ingress is disabled; start the ingress with --admin-api and a token"
+            text = f"{self._ingress_url} has no admin API; start the ingress with --admin-api, or use its --admin-port"
             raise ApiError(501, "admin_api_disabled", text)
         return response
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -25,7 +24,7 @@ from forebay.ingress.explain_worker import LogSource
 from forebay.ingress.explainer import Explainer
 from forebay.ingress.front import Front
 from forebay.ingress.group import Readiness
-from forebay.ingress.http.app import build_app
+from forebay.ingress.http.app import IngressApp, build_app
 from forebay.ingress.metrics import IngressMetrics
 from forebay.ingress.model import Model
 from forebay.ingress.served_models import ServedModels
@@ -108,7 +107,7 @@ async def run(settings: EmbeddedSettings, on_ready: OnReady) -> None:
     groups = [EmbeddedGroup(settings, model, restarts, has_card=only is None) for model in settings.models]
     drains: list[IngressDrain] = []  # of the ingress, once requests can be served
 
-    async def serve(listener: socket.socket, hosts: Hosts) -> None:
+    async def serve(listeners: list[socket.socket], hosts: Hosts) -> None:
         async with (
             _running(settings, groups, restarts, only, hosts) as (app, front, disagg),
             _console(settings, groups[0].partition) as start_console,
@@ -120,7 +119,7 @@ async def run(settings: EmbeddedSettings, on_ready: OnReady) -> None:
 
             restarts.is_serving = True
             drains.append(front.drain)
-            await serve_http(app, front, listener, settings.endpoint, settings.drain_s, started)
+            await serve_http(app, front, listeners, settings.endpoint, settings.drain_s, started)
 
     async def stop() -> None:
         for drain in drains:
@@ -133,8 +132,8 @@ async def run(settings: EmbeddedSettings, on_ready: OnReady) -> None:
         for drain in drains:
             drain.hurry()
 
-    with listening(settings.endpoint, settings.ingress) as (listener, hosts):
-        serving = asyncio.create_task(serve(listener, hosts), name="system")
+    with listening(settings.endpoint, settings.ingress) as (listeners, hosts):
+        serving = asyncio.create_task(serve(listeners, hosts), name="system")
         await until_signal(serving, stop=stop, stop_s=settings.drain_s + END_S + ENGINE_STOP_S, hurry=hurry)
 
 
@@ -168,7 +167,7 @@ async def _running(
     restarts: EngineRestarts,
     only: Model | None,
     hosts: Hosts,
-) -> AsyncIterator[tuple[FastAPI, Front, dict[str, DisaggConfig]]]:
+) -> AsyncIterator[tuple[IngressApp, Front, dict[str, DisaggConfig]]]:
     """Start everything except the HTTP listener, and wait until requests can be served. Stop it all after the body.
 
     The settings in effect by model include what an operator set in an earlier process on the same log.

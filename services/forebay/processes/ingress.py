@@ -61,9 +61,8 @@ class IngressProcessSettings:
 async def run(settings: IngressProcessSettings) -> None:
     """Serve until SIGINT or SIGTERM. Raises ConfigError, LeaseError or LogError."""
     model = None if settings.model is None else Model(settings.model)
-    with listening(settings.endpoint, settings.ingress) as (listener, hosts):
-        explainer = Explainer(LogSource(kafka=settings.cluster.kafka, policies=settings.policies))
-        await _serve(settings, model, listener, hosts, explainer)
+    with listening(settings.endpoint, settings.ingress) as (listeners, hosts):
+        await _serve(settings, model, listeners, hosts)
 
 
 class IngressLeases:
@@ -109,9 +108,10 @@ async def _until_draining(part: Awaitable[None], drain: IngressDrain) -> None:
 
 
 async def _serve(
-    process: IngressProcessSettings, model: Model | None, listener: socket.socket, hosts: Hosts, explainer: Explainer
+    process: IngressProcessSettings, model: Model | None, listeners: list[socket.socket], hosts: Hosts
 ) -> None:
     cluster, endpoint, drain_s = process.cluster, process.endpoint, process.drain_s
+    explainer = Explainer(LogSource(kafka=cluster.kafka, policies=process.policies))
     registry = process_registry()
     async with connected(cluster, registry) as (log, counts):
         slot = xxh3_64_intdigest(process.ingress.ingress_id.encode()) % counts.replies
@@ -130,7 +130,7 @@ async def _serve(
             models = ServedModels(front, directory, store, Path(folder), leases.hold, model=model)
             registry.register(HeartbeatMetrics(models.presences))
             app = build_app(models, registry, explainer, hosts)
-            address, port = listener.getsockname()[:2]
+            address, port = listeners[0].getsockname()[:2]
             text = f"ingress {settings.ingress_id} serves {settings.model_name} on"
             started = partial(announce, f"{text} {endpoint.scheme}://{address}:{port}/v1")
 
@@ -142,7 +142,7 @@ async def _serve(
 
             async def serve() -> None:
                 await until_known(models)
-                await serve_http(app, front, listener, endpoint, drain_s, started)
+                await serve_http(app, front, listeners, endpoint, drain_s, started)
 
             keeper.start()
             if model is not None:

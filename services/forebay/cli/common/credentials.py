@@ -77,9 +77,9 @@ def required_token(file: Path | None, *, admin_api: bool) -> str:
     """Return the token of the admin API, '' without admin API. Raises ConfigError if it is invalid or missing."""
     if not admin_api:
         if file is not None:
-            raise ConfigError("--token-file requires --admin-api")
+            raise ConfigError("--token-file requires --admin-api or --admin-port")
         return ""
     token = admin_token(file)
     if not token:
-        raise ConfigError(f"--admin-api requires a token; set {TOKEN_VARIABLE} or use --token-file FILE")
+        raise ConfigError(f"the admin API requires a token; set {TOKEN_VARIABLE} or use --token-file FILE")
     return token

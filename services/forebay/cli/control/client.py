@@ -27,6 +27,8 @@ ServedOption = Annotated[
 STATUS_S = 5.0  # an ingress on Kafka derives the status from the log; only a suggestion in an error waits for it
 # Error codes for names on the command line.
 INVALID = frozenset({"model_not_found", "unknown_worker", "unknown_policy", "unknown_pool"})
+ADMIN_TOKEN_ERRORS = ("admin_token_missing", "admin_token_wrong")
+TOKEN_HINT = f"; set {TOKEN_VARIABLE} or --token-file"
 MODEL_HINT = "; pass --model NAME"
 PATIENCE_S = 10.0  # longer than every timeout of the ingress itself
 
@@ -83,9 +85,9 @@ class IngressClient:
         code = str(answer["error"].get("code"))
         is_invalid = response.status_code == HTTPStatus.BAD_REQUEST or code in INVALID
         if response.status_code == HTTPStatus.NOT_FOUND and code == "not_found":
-            complain("the admin API is disabled; start the ingress with --admin-api and a token")
-        elif code.startswith("admin_token"):
-            complain(f"{answer['error']['message']}; set {TOKEN_VARIABLE} or --token-file")
+            complain(f"{self.url} has no admin API; start the ingress with --admin-api, or use its --admin-port")
+        elif code in ADMIN_TOKEN_ERRORS:
+            complain(f"{answer['error']['message']}{TOKEN_HINT}")
             is_invalid = True
         else:
             hint = MODEL_HINT if code == "model_required" else ""

@@ -189,6 +189,10 @@ class HttpOptions:
             "--admin-api", help="Serve the admin API: commands, busy thresholds and disaggregation. Requires a token."
         ),
     ] = False
+    admin_port: Annotated[
+        int | None,
+        Option(min=1, max=65535, help="Serve the admin API only on this port of 127.0.0.1. Requires a token."),
+    ] = None
     admin_token_file: AdminTokenFileOption = None
     allow_host: Annotated[list[str] | None, Option(help="Additional allowed value of the Host header. Repeatable.")] = (
         None
@@ -220,7 +224,8 @@ class HttpOptions:
             api_keys=api_keys(self.api_key),
             key_file=None if self.api_key_file is None else read_keys(self.api_key_file),
             cors_origins=allowed_origins(tuple(self.cors_allow_origin or ())),
-            admin_token=required_token(self.admin_token_file, admin_api=self.admin_api),
+            admin_token=required_token(self.admin_token_file, admin_api=self.admin_api or self.admin_port is not None),
+            admin_port=self.admin_port,
             tool_call_parser=self.tool_call_parser,
             reasoning_parser=self.reasoning_parser,
             media=MediaSettings(tuple(one for one in hosts if one != "*"), allow_private="*" in hosts),

@@ -24,6 +24,7 @@ from forebay.live.owner.retention import RetentionLimits
 from forebay.processes.embedded import run
 from forebay.processes.embedded_group import EmbeddedModel, EmbeddedSettings
 from forebay.processes.engines import mock_connector
+from forebay.processes.listening import ADMIN_HOST
 from forebay.processes.names import names
 from forebay.processes.notices import announce
 from forebay.runtime.errors import ConfigError
@@ -96,6 +97,8 @@ def _console(
     if options.log.log is None:
         raise ConfigError("--console requires --log FILE, because the console is another process")
     url = endpoint.own_url if ingress.admin_token else ""
+    if ingress.admin_port is not None:
+        url = f"http://{ADMIN_HOST}:{ingress.admin_port}"
     return beside(options.log.log, model, options.console.console_port, url, tuple(policies))
 
 

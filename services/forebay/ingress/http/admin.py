@@ -139,7 +139,7 @@ def add_admin(app: FastAPI, models: ServedModels) -> None:
             adapter_of(name, group.settings.model_name, ())
 
     token = models.front.settings.admin_token
-    router = APIRouter(dependencies=[Depends(_token_check(token)), Depends(require_model)])
+    router = APIRouter(dependencies=[Depends(token_check(token)), Depends(require_model)])
     add_commands(router, models)
     _add_rules(router, models)
     _add_settings(router, models)
@@ -223,7 +223,7 @@ def _add_settings(router: APIRouter, models: ServedModels) -> None:
         return {"model": body.model, **_plain(pool.router.disagg), "pool": pool.pool}
 
 
-def _token_check(token: str) -> Callable[..., Awaitable[None]]:
+def token_check(token: str) -> Callable[..., Awaitable[None]]:
     expected = token.encode()
     bearer = HTTPBearer(auto_error=False, description="The token in --token-file or FOREBAY_ADMIN_TOKEN.")
 

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
@@ -20,9 +20,9 @@ from forebay.ingress.explainer import Explainer
 from forebay.ingress.finder import RequestFinder
 from forebay.ingress.front import Front
 from forebay.ingress.http.admin import BODIES as ADMIN_BODIES
-from forebay.ingress.http.admin import add_admin
+from forebay.ingress.http.admin import add_admin, token_check
 from forebay.ingress.http.answers import add_answers
-from forebay.ingress.http.guards import ApiKeyGuard, Cors, OriginGuard
+from forebay.ingress.http.guards import LOOPBACK_NAMES, ApiKeyGuard, Cors, OriginGuard
 from forebay.ingress.http.health import add_health
 from forebay.ingress.http.openapi import RUNS, body_of, describe, errors, streamed
 from forebay.ingress.http.pages import add_pages
@@ -45,7 +45,7 @@ def build_app(
     explainer: Explainer | None = None,
     hosts: frozenset[str] | None = None,
     status_of: StatusOf | None = None,
-) -> FastAPI:
+) -> "IngressApp":
     """Return the HTTP application of an ingress.
 
     Args:
@@ -69,11 +69,29 @@ def build_app(
     explain = explainer or Explainer(None)
     add_explain(app, models, explain, finder)
     add_status(app, models, explain, status_of)
-    if settings.admin_token:
+    bodies = (*KINDS.values(), *TOKENIZATION_BODIES)
+    if settings.admin_port is not None:
+        app.admin = admin = _admin_app(models, hosts)
+        add_status(admin, models, explain, status_of, all_tenants=True)
+    elif settings.admin_token:
         add_admin(app, models)
-    admin = ADMIN_BODIES if settings.admin_token else ()
-    bodies = (*KINDS.values(), *TOKENIZATION_BODIES, *admin)
+        bodies += ADMIN_BODIES
     describe(app, bodies, (GroupStatus,), has_key=settings.requires_key)
+    return app
+
+
+def _admin_app(models: ServedModels, hosts: frozenset[str] | None) -> "IngressApp":
+    """Return an application that has only the admin API, and the routes that `forebay control` needs.
+
+    Every route requires the admin token.
+    """
+    settings, metrics = models.front.settings, models.front.metrics
+    app = IngressApp(openapi_url=None, dependencies=[Depends(token_check(settings.admin_token))])
+    front = DrainMiddleware(app.serve_route, models.front.drain, metrics.reject)
+    app.front = OriginGuard(front, hosts or frozenset(LOOPBACK_NAMES), frozenset(), metrics.reject)
+    _add_errors(app, models.front)
+    add_admin(app, models)
+    _add_models(app, models)
     return app
 
 
@@ -81,9 +99,13 @@ class IngressApp(FastAPI):
     """FastAPI application behind the ASGI middleware `front`, which can serve a request without FastAPI.
 
     Middleware that is added to FastAPI itself runs inside of several layers of Starlette.
+
+    Attributes:
+        admin: application of the port of the admin API; None if there is no such port.
     """
 
     front: ASGIApp
+    admin: "IngressApp | None" = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.front(scope, receive, send)

@@ -111,8 +111,8 @@ SHOWN_CHARS_MAX = 256  # length of a header quoted in an error
 
 PREFIX = "/v1/"
 PATHS = frozenset({"/tokenize", "/detokenize"})
-ADMIN_PATHS = frozenset({"/v1/commands", "/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
-ADMIN_PREFIX = "/v1/loras/"
+ADMIN_PATHS = frozenset({"/v1/commands", "/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/pools"})
+ADMIN_PREFIXES = ("/v1/loras/", "/v1/pools/")
 BEARER = b"bearer"
 API_KEY_HEADER = b"x-api-key"  # of Anthropic's clients
 ADDRESSES_MAX = 16  # cached; clients use few names, and a name has at most 64 KiB
@@ -158,7 +158,7 @@ class Guard(ABC):
 def requires_api_key(path: str) -> bool:
     if not path.startswith(PREFIX):
         return path in PATHS
-    return path not in ADMIN_PATHS and not path.startswith(ADMIN_PREFIX)
+    return path not in ADMIN_PATHS and not path.startswith(ADMIN_PREFIXES)
 
 
 class ApiKeyGuard(Guard):

@@ -139,7 +139,9 @@ class SharedReader:
         return status
 
 
-def add_status(app: FastAPI, models: ServedModels, explainer: Explainer, status_of: StatusOf | None) -> None:
+def add_status(
+    app: FastAPI, models: ServedModels, explainer: Explainer, status_of: StatusOf | None, *, all_tenants: bool = False
+) -> None:
     """Add `GET /v1/status`. If `status_of` is None, the status is derived from the log."""
     readers: dict[str, SharedReader] = {}  # by model; the log has few models
 
@@ -156,7 +158,7 @@ def add_status(app: FastAPI, models: ServedModels, explainer: Explainer, status_
         group = group_of(request, models)
         found = await (derived(group) if status_of is None else status_of(group.settings.model_name))
         tenant = caller_of(request.scope).tenant
-        own = tuple(one for one in found.requests.tenants if one.tenant == tenant)
+        own = tuple(one for one in found.requests.tenants if all_tenants or one.tenant == tenant)
         found = msgspec.structs.replace(found, requests=msgspec.structs.replace(found.requests, tenants=own))
         if "model" not in request.query_params:
             found = msgspec.structs.replace(found, others=tuple(name for name in models.names if name != found.group))
