@@ -3,8 +3,10 @@
 import getpass
 import json
 import signal
+import ssl
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import httpx
 import openai
 import pytest
 import trustme
+from cryptography import x509
 
 from forebay.events.request_ids import log_id_of
 from tests.cli.in_process import answering, error_of, forebay
@@ -403,12 +406,22 @@ SECRET = "not=a+secret of anybody"
 
 
 @pytest.fixture
-def certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def authority() -> trustme.CA:
+    return trustme.CA(key_type=trustme.KeyType.ECDSA)
+
+
+def issue(authority: trustme.CA, folder: Path, name: str = "127.0.0.1", not_after: datetime | None = None) -> int:
+    """Write a new certificate and its key, and return its number."""
+    issued = authority.issue_cert(name, key_type=trustme.KeyType.ECDSA, not_after=not_after)
+    issued.cert_chain_pems[0].write_to_path(folder / "cert.pem")
+    issued.private_key_pem.write_to_path(folder / "key.pem")
+    return x509.load_pem_x509_certificate(issued.cert_chain_pems[0].bytes()).serial_number
+
+
+@pytest.fixture
+def certificate(authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the options that serve HTTPS; clients of this process trust the certificate."""
-    authority = trustme.CA(key_type=trustme.KeyType.ECDSA)
-    issued = authority.issue_cert("127.0.0.1", key_type=trustme.KeyType.ECDSA)
-    issued.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
-    issued.private_key_pem.write_to_path(tmp_path / "key.pem")
+    issue(authority, tmp_path)
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
     return ["--ssl-certfile", str(tmp_path / "cert.pem"), "--ssl-keyfile", str(tmp_path / "key.pem")]
@@ -456,6 +469,36 @@ def test_a_key_and_a_certificate_protect_a_system(
         output = up.process.communicate(timeout=PATIENCE_S)[0]
     assert KEY not in output
     assert not any(KEY.encode() in path.read_bytes() for path in tmp_path.iterdir() if path != keys)
+
+
+def test_a_renewed_certificate_is_served_and_an_unusable_one_is_reported(
+    authority: trustme.CA, certificate: list[str], tmp_path: Path
+) -> None:
+    up = Up("--workers", "1", *certificate)
+    up.url = up.url.replace("http:", "https:")
+    unusable = "forebay_ingress_certificate_unusable_total"
+
+    def served() -> int:
+        pem = ssl.get_server_certificate(("127.0.0.1", up.port))
+        return x509.load_pem_x509_certificate(pem.encode()).serial_number
+
+    try:
+        up.wait_ready()
+        number = issue(authority, tmp_path)
+        assert served() == number
+        (tmp_path / "key.pem").write_text("-----BEGIN")
+        assert (served(), up.metric(unusable)) == (number, 1)
+        assert forebay("status", "--url", up.url).returncode == 0
+        issue(authority, tmp_path, not_after=datetime.now(UTC) - timedelta(days=1))
+        assert "renew the certificate of the system" in error_of("status", "--url", up.url)
+        issue(authority, tmp_path, "forebay.example")
+        assert "use an address of the system that its certificate names" in error_of("status", "--url", up.url)
+        issue(trustme.CA(key_type=trustme.KeyType.ECDSA), tmp_path)
+        assert "set SSL_CERT_FILE to the certificate of the authority" in error_of("status", "--url", up.url)
+    finally:
+        up.process.send_signal(signal.SIGINT)
+        output = up.process.communicate(timeout=PATIENCE_S)[0]
+    assert output.count("the previous certificates stay in use") == 1
 
 
 @pytest.mark.parametrize("command", ["up", "ingress"])

@@ -224,7 +224,9 @@ class Scene:
     async def served(self, tls: TlsFiles | None = None, **limits: Any) -> AsyncIterator[tuple[int, Server]]:
         """Serve over TCP with these limits of connections; yield the port and the server."""
         listener, port = self.listen()
-        server = build_server(self.app, limits=ConnectionLimits(self.front.metrics.reject, **limits), tls=tls)
+        metrics = self.front.metrics
+        limited = ConnectionLimits(metrics.reject, **limits)
+        server = build_server(self.app, lambda: None, limited, tls, metrics.certificate_unusable.inc)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await until(lambda: server.started)
         try:

@@ -17,6 +17,7 @@ import openai
 import pytest
 import trustme
 import uvloop
+from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
@@ -261,6 +262,51 @@ async def test_the_openai_client_uses_https(authority: trustme.CA, tmp_path: Pat
             assert (await pending).choices[0].text == " b"
             page = {"origin": f"https://127.0.0.1:{port}", "sec-fetch-site": "same-origin"}
             assert [one.id async for one in client.models.list(extra_headers=page)] == [NAME]
+
+
+def served_serial(port: int) -> int:
+    """Return the number of the certificate that a new connection gets."""
+    return x509.load_pem_x509_certificate(ssl.get_server_certificate(("127.0.0.1", port)).encode()).serial_number
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_renewed_certificate_is_served_to_new_connections(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+    authority: trustme.CA,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with asyncio.Runner(loop_factory=loop) as runner, caplog.at_level("WARNING", "forebay"):
+        runner.run(_renewals(authority, tmp_path))
+    messages = [one.getMessage() for one in caplog.records if "--ssl-certfile" in one.getMessage()]
+    assert [message.partition(": ")[2] for message in messages] == [
+        "expected a certificate and its private key in PEM format; the previous certificates stay in use",
+        "the private key does not belong to the certificate; the previous certificates stay in use",
+        f"No such file or directory; check --ssl-certfile {tmp_path}/a/cert.pem --ssl-keyfile {tmp_path}/a/key.pem; "
+        "the previous certificates stay in use",
+    ]
+
+
+async def _renewals(authority: trustme.CA, folder: Path) -> None:
+    files = write(authority, folder / "a")
+    renewed = write(authority, folder / "b")
+    numbers = [x509.load_pem_x509_certificate(one.certfile.read_bytes()).serial_number for one in (files, renewed)]
+    whole, key = renewed.certfile.read_bytes(), (folder / "b/key.pem").read_bytes()
+    async with make_scene() as scene, scene.served(files) as (port, _):
+
+        async def serials(count: int = 1) -> list[int]:
+            return [await asyncio.to_thread(served_serial, port) for _ in range(count)]
+
+        assert await serials() == numbers[:1]
+        files.certfile.write_bytes(whole[: len(whole) // 2])
+        assert await serials(2) == numbers[:1] * 2
+        files.certfile.write_bytes(whole)
+        assert await serials(2) == numbers[:1] * 2
+        (folder / "a/key.pem").unlink()
+        assert await serials() == numbers[:1]
+        (folder / "a/key.pem").write_bytes(key)
+        assert await serials(2) == numbers[1:] * 2
+        assert scene.metric("forebay_ingress_certificate_unusable_total 3.0")
 
 
 def test_unusable_files_are_rejected(authority: trustme.CA, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest_asyncio
 import redis
 import trustme
 from aiokafka import AIOKafkaProducer
-from aiokafka.errors import TopicAuthorizationFailedError
+from aiokafka.errors import KafkaConnectionError, TopicAuthorizationFailedError
 from confluent_kafka.admin import (
     AdminClient,
     ScramCredentialInfo,
@@ -27,13 +27,16 @@ from confluent_kafka.admin import (
 from cryptography.hazmat.primitives import serialization
 
 from forebay.events.topics import FIXED_TOPICS, work_topic
-from forebay.processes.service import leases_at
+from forebay.processes.service import leases_at, limits_at
 from forebay.transport.base import Draft, LeaseError, LogError
 from forebay.transport.kafka.acls import ROLES, acls_of, create_acls
 from forebay.transport.kafka.group import require_joinable
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings, KafkaUnusable
 from forebay.transport.kafka.topics import create_topics
+from forebay.transport.limits import LimitsUnavailable
+from forebay.transport.redis.leases import RedisLeases
+from forebay.transport.redis.limits import RedisLimits
 from infra.kafka.kafka import HOST, Broker, BrokerError, start, stop
 from tests.harness import fork_server
 from tests.harness.cluster import FOREBAY, PLAN, POOL, Cluster
@@ -194,6 +197,7 @@ def secure_redis(security: Security) -> Iterator[None]:
 def security(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Security]:
     made = Security(tmp_path_factory.mktemp("security"))
     made.authority.cert_pem.write_to_path(str(made.ca))
+    trustme.CA(key_type=trustme.KeyType.ECDSA).cert_pem.write_to_path(str(made.folder / "other.pem"))
     with available_or_skipped(secure_kafka(made)), available_or_skipped(secure_redis(made)):
         yield made
 
@@ -220,8 +224,9 @@ async def test_a_cluster_runs_with_encryption_and_the_permissions_of_each_role(s
         certificate = security.certificate("ingress")
         cluster.router("r1", *security.config("router"))
         cluster.worker("w1", *security.config("worker"))
-        cluster.ingress("i1", *security.config("ingress"), "--ssl-certfile", str(certificate))
-        port = free_ports(1)
+        port = free_ports(2)
+        options = ("--ssl-certfile", str(certificate), "--admin-port", str(port + 1))
+        cluster.ingress("i1", *security.config("ingress"), *options)
         indexer = [FOREBAY, "indexer", *cluster.where, "--port", str(port), *security.config("indexer")]
         cluster.processes.start("x1", indexer)
         await cluster.until_owned()
@@ -241,6 +246,28 @@ async def test_a_cluster_runs_with_encryption_and_the_permissions_of_each_role(s
             assert response.json()["usage"]["completion_tokens"] == 4
             explained = await client.get(f"/v1/requests/{response.json()['id']}/explain")
             assert explained.status_code == httpx.codes.OK
+
+            assert (await client.post("/pause", headers=cluster.admin_headers)).status_code == httpx.codes.NOT_FOUND
+            control = ("control", "adapters", "--url", f"http://{HOST}:{port + 1}", *cluster.admin_options)
+            assert (await cluster.command("control", *control, within_s=TIMEOUT_S))[0] == 0
+            created = ("keys", "create", "--tenant", "acme", "--rpm", "1", *cluster.where, *security.config("operator"))
+            code, key = await cluster.command("keys", *created, within_s=TIMEOUT_S)
+            headers = {"authorization": f"Bearer {key.strip()}"}
+
+            async def is_limited() -> bool:
+                """Return whether the limit of the key is reached. The ingress learns of the key later."""
+                found = await client.post("/v1/completions", json=body, headers=headers)
+                return found.status_code == httpx.codes.TOO_MANY_REQUESTS
+
+            await cluster.until("the limit of the key is reached", is_limited)
+
+            async def is_counted() -> bool:
+                """Return whether Redis counts. A first connection may take longer than the ingress waits for it."""
+                return "forebay_ingress_limits_degraded 0.0" in (await client.get("/metrics")).text
+
+            await cluster.until("Redis counts the requests", is_counted)
+            with redis.Redis.from_url(security.redis_url) as store:
+                assert len(store.keys(f"{cluster.namespace}:limits:*")) == 1
 
         async def is_followed() -> bool:
             async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
@@ -296,7 +323,6 @@ async def producers(security: Security) -> AsyncIterator[dict[str, AIOKafkaProdu
 async def test_a_connection_that_kafka_or_tls_rejects_says_what_to_do(
     security: Security, changes: dict[str, str], text: str
 ) -> None:
-    trustme.CA(key_type=trustme.KeyType.ECDSA).cert_pem.write_to_path(str(security.folder / "other.pem"))
     properties = security.properties(changes.get("sasl.username", "router"))
     for name, value in changes.items():
         properties[name] = str(security.folder / value) if value.endswith(".pem") else value
@@ -311,8 +337,12 @@ async def test_an_expired_certificate_is_reported(security: Security) -> None:
         settings = KafkaSettings(f"{HOST}:{port}", "n", security.properties("router"))
         with pytest.raises(KafkaUnusable, match=r"certificate has expired.*renew the certificate of Kafka"):
             await KafkaLog.open(settings)
+        url = f"rediss://{HOST}:{port}/0?ssl_ca_certs={security.ca}"
         with pytest.raises(LeaseError, match="renew the certificate of Redis"):
-            leases_at(f"rediss://{HOST}:{port}/0?ssl_ca_certs={security.ca}", "n").groups()
+            leases_at(url, "n").groups()
+        async with limits_of(url) as limits:
+            with pytest.raises(LimitsUnavailable, match="renew the certificate of Redis"):
+                await limits.beat("i1")
 
 
 async def test_a_missing_permission_names_topic_and_operation(
@@ -337,8 +367,48 @@ async def test_a_redis_that_rejects_a_client_is_reported(security: Security) -> 
     wrong = security.redis_url.replace(security.passwords["operator"], "guess")
     with pytest.raises(LeaseError, match="check the user and the password in its URL"):
         leases_at(wrong, "n").groups()
-    with pytest.raises(LeaseError, match="set ssl_ca_certs in its URL to the certificate of the authority"):
-        leases_at(security.redis_url.partition("?")[0], "n").groups()
+    trusting = security.redis_url.partition("?")[0]
+    for url in (trusting, f"{trusting}?ssl_ca_certs={security.folder / 'other.pem'}"):
+        text = "set ssl_ca_certs in its URL to the certificate of the authority"
+        with pytest.raises(LeaseError, match=text) as raised:
+            leases_at(url, "n").groups()
+        assert "\n" not in str(raised.value)
+        async with limits_of(url) as limits:
+            with pytest.raises(LimitsUnavailable, match=text) as unavailable:
+                await limits.beat("i1")
+        assert "\n" not in str(unavailable.value)
+
+
+@contextlib.asynccontextmanager
+async def limits_of(url: str) -> AsyncIterator[RedisLimits]:
+    limits = limits_at(url, "n")
+    yield limits
+    await limits.close()
+
+
+async def test_renewed_certificates_are_used_by_the_next_connection(security: Security) -> None:
+    """Clients that rejected the certificate of a server accept it after the file of the authority was replaced."""
+    ca = security.folder / "renewed.pem"
+    ca.write_bytes((security.folder / "other.pem").read_bytes())
+    url = f"{security.redis_url.partition('?')[0]}?ssl_ca_certs={ca}"
+    options = KafkaSettings(security.kafka, "n", security.properties("router", ssl_ca_location=str(ca)))
+    kafka = options.client_options()
+    rejected, accepted = AIOKafkaProducer(**kafka), AIOKafkaProducer(**kafka)
+    with redis.Redis.from_url(url) as client:
+        leases = RedisLeases(client, "n")
+        async with limits_of(url) as limits:
+            with pytest.raises(LeaseError):
+                leases.groups()
+            with pytest.raises(LimitsUnavailable):
+                await limits.beat("i1")
+            with pytest.raises(KafkaConnectionError):
+                await rejected.start()
+            await rejected.stop()
+            ca.write_bytes(security.ca.read_bytes())
+            assert leases.groups() == []
+            assert (await limits.beat("i1"))[1] == 1
+            await accepted.start()
+            await accepted.stop()
 
 
 @pytest.mark.parametrize("topic", TOPICS)

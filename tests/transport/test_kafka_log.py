@@ -1,6 +1,7 @@
 """`KafkaLog` and its connections to brokers whose responses the test writes, and the verdict on each error of Kafka."""
 
 import asyncio
+import contextlib
 import inspect
 import ssl
 import struct
@@ -11,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import trustme
+import uvloop
 from aiokafka import TopicPartition, errors
 from aiokafka.errors import (
     BrokerResponseError,
@@ -29,6 +31,7 @@ from aiokafka.protocol.admin import ApiVersionResponse_v0
 from aiokafka.protocol.fetch import FetchResponse_v11
 from aiokafka.protocol.metadata import MetadataResponse_v5
 from aiokafka.protocol.produce import ProduceResponse_v7, ProduceResponse_v8
+from cryptography import x509
 
 from forebay.events.topics import FIXED_TOPICS, PROGRESS, TOKENS
 from forebay.transport import patience
@@ -540,6 +543,72 @@ async def test_a_broker_with_tls_gets_the_same_requests(tmp_path: Path) -> None:
         assert (await fetching)[0].data == large
         await wire.close()
         broker.disconnect()
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_new_connection_uses_renewed_certificates(
+    loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with asyncio.Runner(loop_factory=loop) as runner, caplog.at_level("WARNING", "forebay"):
+        runner.run(_renewals(tmp_path))
+    (warning,) = [one.getMessage() for one in caplog.records if "certificates" in one.getMessage()]
+    assert warning.endswith("the previous certificates stay in use")
+
+
+async def _renewals(folder: Path) -> None:
+    """Renew the certificate of a client, then the authority, while the client reconnects."""
+    authority = trustme.CA(key_type=trustme.KeyType.ECDSA)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.verify_mode = ssl.CERT_REQUIRED
+    broker, serials = Broker(), list[int]()
+
+    def renew() -> int:
+        """Write a certificate of the client, and return its number."""
+        issued = authority.issue_cert("client", key_type=trustme.KeyType.ECDSA)
+        issued.private_key_and_cert_chain_pem.write_to_path(folder / "client.pem")
+        return x509.load_pem_x509_certificate(issued.cert_chain_pems[0].bytes()).serial_number
+
+    def trust() -> None:
+        authority.cert_pem.write_to_path(folder / "ca.pem")
+        authority.configure_trust(context)
+        authority.issue_cert(HOST, key_type=trustme.KeyType.ECDSA).configure_cert(context)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serials.append(int(writer.get_extra_info("peercert")["serialNumber"], 16))
+        await broker.serve(reader, writer)
+
+    async def reconnect() -> int:
+        """Lose the connection, and return the number of the certificate that the client then sends."""
+        fetching = fetch(client)
+        await broker.next()
+        broker.disconnect()
+        assert isinstance((await asyncio.gather(fetching, return_exceptions=True))[0], KafkaConnectionError)
+        await require_served(broker, client)
+        return serials[-1]
+
+    trust()
+    numbers = [renew()]
+    names = {"ssl.ca.location": "ca.pem", "ssl.certificate.location": "client.pem"}
+    properties = {"security.protocol": "SSL", **{name: str(folder / file) for name, file in names.items()}}
+    client = Wire(KafkaSettings(f"{HOST}:{broker.port}", "n", properties))
+    async with (
+        asyncio.timeout(3 * PATIENCE_S),
+        await asyncio.start_server(serve, HOST, broker.port, ssl=context),
+        contextlib.AsyncExitStack() as stack,
+    ):
+        stack.callback(broker.disconnect)  # uvloop's server waits for its connections
+        stack.push_async_callback(client.close)
+        await client.start()
+        assert set(serials) == {numbers[0]}
+        numbers.append(renew())
+        assert await reconnect() == numbers[1]
+        whole = (folder / "client.pem").read_bytes()
+        (folder / "client.pem").write_bytes(whole[: len(whole) // 2])
+        assert [await reconnect() for _ in range(2)] == [numbers[1]] * 2
+        authority = trustme.CA(key_type=trustme.KeyType.ECDSA)
+        trust()
+        numbers.append(renew())
+        assert await reconnect() == numbers[2]
 
 
 async def test_a_broker_without_a_supported_version_is_reported(broker: Broker, wire: Wire) -> None:

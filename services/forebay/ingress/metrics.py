@@ -50,6 +50,10 @@ class IngressMetrics:
             "forebay_ingress_key_file_unusable",
             "readings of --api-key-file that failed, so the previous keys were kept",
         )
+        self.certificate_unusable = counter(
+            "forebay_ingress_certificate_unusable",
+            "changes of the files of --ssl-certfile that could not be used, so the previous certificate was kept",
+        )
         self.limits_degraded = Gauge(
             "forebay_ingress_limits_degraded",
             "1 while limits of API keys are counted by this ingress alone, because Redis fails",

@@ -48,7 +48,7 @@ async def serve_http(
     """Serve until the drain of the ingress has ended."""
     metrics = front.metrics
     limits = ConnectionLimits(metrics.reject, connections_allowed())
-    server = build_server(app, on_started, limits, endpoint.tls)
+    server = build_server(app, on_started, limits, endpoint.tls, metrics.certificate_unusable.inc)
     serving = serve_until_drained(server, listeners[0], front.drain, front.slots.interrupt_all, drain_s)
     if app.admin is None:
         await serving

@@ -31,7 +31,7 @@ from forebay.transport.kafka.log import FLUSH_S, KafkaLog, KafkaMetrics
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicCounts, count_topics
 from forebay.transport.redis.leases import LeaseKind, RedisLeases
-from forebay.transport.redis.limits import RedisLimits
+from forebay.transport.redis.limits import FreshTls, RedisLimits
 
 REDIS_TIMEOUT_S = 0.5  # a renewal that hangs is retried long before the lease expires
 
@@ -67,6 +67,8 @@ def limits_at(url: str, namespace: str) -> RedisLimits:
             socket_connect_timeout=REDIS_TIMEOUT_S,
             retry=AsyncRetry(NoBackoff(), 1),
         )
+    if url.startswith("rediss:"):
+        client.connection_pool.connection_class = FreshTls  # `from_url` permits no other class
     return RedisLimits(client, namespace)
 
 

@@ -1,4 +1,55 @@
-"""Advice for connections that fail because of a certificate."""
+"""TLS contexts that follow renewed certificates, and advice for connections that fail because of a certificate."""
+
+import contextlib
+import logging
+import ssl
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from forebay.runtime.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class ReloadedTls(ssl.SSLContext):
+    """TLS context of asyncio that reads its files again for the next connection after they have changed.
+
+    Each version of the files has a context of its own. If a changed file cannot be used, for example because it is
+    half written, the previous version stays in use.
+
+    Args:
+        load: reads the files. Raises ConfigError if they cannot be used, also out of the constructor.
+        on_unusable: called for each version that cannot be used.
+    """
+
+    def __new__(cls, *_: Any) -> Self:
+        return super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)  # which trusts nobody; `wrap_bio` does not use it
+
+    def __init__(
+        self, load: Callable[[], ssl.SSLContext], files: Sequence[Path], on_unusable: Callable[[], None] = lambda: None
+    ) -> None:
+        self._load, self._files, self._on_unusable = load, files, on_unusable
+        self._read = self._version()
+        self._current = load()
+
+    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+        version = self._version()
+        if version != self._read:
+            self._read = version
+            try:
+                self._current = self._load()
+                logger.info("read the certificates again: %s", ", ".join(map(str, self._files)))
+            except ConfigError as error:
+                self._on_unusable()
+                logger.warning("%s; the previous certificates stay in use", error)
+        return self._current.wrap_bio(*args, **kwargs)
+
+    def _version(self) -> list[tuple[int, ...]]:
+        """Return what identifies the files now; empty if one is missing. Renaming changes no time except `ctime`."""
+        with contextlib.suppress(OSError):
+            return [(one.st_ino, one.st_size, one.st_ctime_ns) for one in (file.stat() for file in self._files)]
+        return []
 
 
 def certificate_remedy(reason: str, service: str, option: str) -> str:

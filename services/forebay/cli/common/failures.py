@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from forebay.transport.certificates import certificate_remedy
+
 TEXT_CHARS_MAX = 200
 
 
@@ -62,8 +64,8 @@ def advice(error: Exception) -> str:
     """Return what the user can do about a connection that failed with this error."""
     import httpx  # noqa: PLC0415 - takes 200 ms, which --help does not wait for
 
-    if "CERTIFICATE_VERIFY_FAILED" in str(error):
-        return "set SSL_CERT_FILE to the certificate of the authority that signed the system's certificate"
+    if found := certificate_remedy(str(error), "the system", "SSL_CERT_FILE"):
+        return found
     if isinstance(error, httpx.RemoteProtocolError):
         return "check the URL; a system with a certificate serves only https"
     if isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL):

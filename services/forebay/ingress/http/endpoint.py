@@ -22,15 +22,23 @@ class TlsFiles:
     keyfile: Path | None = None
 
     def __post_init__(self) -> None:
+        self.load()
+
+    @property
+    def files(self) -> list[Path]:
+        return [file for file in (self.certfile, self.keyfile) if file is not None]
+
+    def load(self) -> ssl.SSLContext:
+        """Return a TLS context of a server with these files. Raises ConfigError if they cannot be used."""
         pair = f"--ssl-certfile {self.certfile}" + ("" if self.keyfile is None else f" --ssl-keyfile {self.keyfile}")
-        for file in (self.certfile, self.keyfile):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        for file in self.files:
             try:
-                if file is not None:
-                    file.open("rb").close()
+                file.open("rb").close()
             except OSError as error:
                 raise ConfigError(f"cannot read {file}: {error.strerror}; check {pair}") from error
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certfile, self.keyfile, _reject_encrypted)
+            context.load_cert_chain(self.certfile, self.keyfile, _reject_encrypted)
         except _Encrypted:
             raise ConfigError(f"{pair}: the private key is encrypted; decrypt it with `openssl pkey`") from None
         except ssl.SSLError as error:
@@ -39,6 +47,7 @@ class TlsFiles:
                 "KEY_TYPE_MISMATCH": "the private key does not belong to the certificate",
             }.get(error.reason or "", "expected a certificate and its private key in PEM format")
             raise ConfigError(f"{pair}: {reason}") from None
+        return context
 
 
 class _Encrypted(Exception):

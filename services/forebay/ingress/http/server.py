@@ -8,7 +8,7 @@ import ssl
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,6 +19,7 @@ from forebay.ingress.errors import ApiError, internal_error
 from forebay.ingress.http.endpoint import TlsFiles
 from forebay.ingress.http.protocol import REFUSED_MAX, ConnectionLimits, bounded
 from forebay.runtime.errors import ConfigError
+from forebay.transport.certificates import ReloadedTls
 
 logger = logging.getLogger(__name__)
 
@@ -238,10 +239,12 @@ def build_server(
     on_started: Callable[[], None] = lambda: None,
     limits: ConnectionLimits = DEFAULT_LIMITS,
     tls: TlsFiles | None = None,
+    on_certificate_unusable: Callable[[], None] = lambda: None,
 ) -> Server:
     """Return an HTTP server for an application. The caller runs it with `serve(sockets=[listener])`.
 
-    It calls `on_started` once it accepts connections, and `limits.on_rejected` also for errors of `ErrorGuard`.
+    It calls `on_started` once it accepts connections, and `limits.on_rejected` also for errors of `ErrorGuard`. It
+    follows changes of the files in `tls`, and calls `on_certificate_unusable` for each change that it cannot use.
     """
     logging.getLogger("uvicorn.error").addFilter(_is_no_duplicate)
     config = uvicorn.Config(
@@ -259,7 +262,7 @@ def build_server(
         timeout_graceful_shutdown=CUT_S,
     )
     config.load()
-    config.ssl = None if tls is None else tls_context(tls, limits)
+    config.ssl = None if tls is None else BoundedTls(tls, limits, on_certificate_unusable)
     return Server(config, on_started)
 
 
@@ -289,19 +292,16 @@ async def serve_until_drained(
         listener.close()
 
 
-class BoundedTls(ssl.SSLContext):
+class BoundedTls(ReloadedTls):
     """TLS context of a server. A connection above the limit is closed before its handshake.
 
     Connections in their handshake count, too. The limit is that at which `BoundedProtocol` closes connections.
     """
 
-    _limits: ConnectionLimits
-    _open: "weakref.WeakSet[ssl.SSLObject]"
-
-    def __new__(cls, limits: ConnectionLimits) -> Self:
-        context = super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
-        context._limits, context._open = limits, weakref.WeakSet()
-        return context
+    def __init__(self, tls: TlsFiles, limits: ConnectionLimits, on_unusable: Callable[[], None]) -> None:
+        super().__init__(tls.load, tls.files, on_unusable)
+        self._limits = limits
+        self._open = weakref.WeakSet[ssl.SSLObject]()
 
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
         """Begin a connection. Raises ConnectionAbortedError above the limit; uvloop then closes the connection."""
@@ -311,9 +311,3 @@ class BoundedTls(ssl.SSLContext):
         connection = super().wrap_bio(*args, **kwargs)
         self._open.add(connection)
         return connection
-
-
-def tls_context(files: TlsFiles, limits: ConnectionLimits) -> ssl.SSLContext:
-    context = BoundedTls(limits)
-    context.load_cert_chain(files.certfile, files.keyfile)
-    return context

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from forebay.events.names import unknown_name
+from forebay.runtime.errors import ConfigError
 from forebay.transport.base import LogError, LogUnavailable
+from forebay.transport.certificates import ReloadedTls
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -103,11 +105,18 @@ def _ssl_context(certificates: Mapping[str, str]) -> "SSLContext":
     # Imported here, because options of commands use these settings, and --help should not wait for a Kafka client.
     from aiokafka.helpers import create_ssl_context  # noqa: PLC0415
 
+    files = [Path(certificates[name]) for name in ("cafile", "certfile", "keyfile") if name in certificates]
+
+    def load() -> "SSLContext":
+        try:
+            for file in files:
+                file.open("rb").close()  # the error of OpenSSL would not name the file
+            context: SSLContext = create_ssl_context(**{"password": "", **certificates})  # without, OpenSSL asks
+        except OSError as error:  # includes ssl.SSLError
+            raise ConfigError(f"the certificates of the Kafka properties cannot be used: {error}") from error
+        return context
+
     try:
-        for name in ("cafile", "certfile", "keyfile"):
-            if name in certificates:
-                Path(certificates[name]).open("rb").close()  # the error of OpenSSL would not name the file
-        context: SSLContext = create_ssl_context(**certificates)
-    except OSError as error:  # includes ssl.SSLError
-        raise KafkaUnusable(f"the certificates of the Kafka properties cannot be used: {error}") from error
-    return context
+        return ReloadedTls(load, files)
+    except ConfigError as error:
+        raise KafkaUnusable(str(error)) from error

@@ -208,9 +208,11 @@ def _unescape(part: str) -> str:
     return part.replace("%3A", ":").replace("%25", "%")
 
 
-def _remedy(error: Exception) -> str:
+def remedy(error: Exception) -> str:
     if isinstance(error, redis.exceptions.AuthenticationError | redis.exceptions.AuthorizationError):
         return "check the user and the password in its URL"
+    if not isinstance(error, redis.ConnectionError | OSError | redis.TimeoutError):
+        return "check its version (6 or later) and its memory"
     return certificate_remedy(str(error), "Redis", "ssl_ca_certs in its URL") or (
         "check its address and that it is running"
     )
@@ -221,8 +223,6 @@ def _lease_errors() -> Iterator[None]:
     try:
         yield
     except (redis.ConnectionError, redis.TimeoutError) as error:
-        raise LeaseError(f"Redis cannot be reached ({error}); {_remedy(error)}") from error
+        raise LeaseError(f"Redis cannot be reached ({error}); {remedy(error)}") from error
     except redis.RedisError as error:
-        raise LeaseError(
-            f"Redis rejected a command ({error}); check its version (6 or later) and its memory"
-        ) from error
+        raise LeaseError(f"Redis rejected a command ({error}); {remedy(error)}") from error

@@ -4,12 +4,16 @@ Keys: `<namespace>:limits:<key id>`, packed `KeyCounts`; a sorted set `<namespac
 in which each ingress has called; `<namespace>:limit-generation`, which is missing in a Redis that has begun again.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 import redis.asyncio as redis
 from redis.exceptions import RedisError
 
 from forebay.events.codec import MALFORMED
 from forebay.transport.limits import DAY_S, LAPSE_S, UNLIMITED, WINDOW_S, Ask, KeyCounts, LimitsUnavailable, Reply
+from forebay.transport.redis.leases import remedy
 
 KEPT_S = 2 * WINDOW_S  # counts of a key without a budget
 BUDGET_KEPT_S = 33 * DAY_S
@@ -31,6 +35,14 @@ redis.call('ZREMRANGEBYSCORE', KEYS[1], time[1] + {LAPSE_S}, '+inf')
 redis.call('SET', KEYS[2], time[1] .. time[2], 'NX')
 return {{tonumber(redis.call('GET', KEYS[2])), redis.call('ZCARD', KEYS[1])}}
 """
+
+
+class FreshTls(redis.SSLConnection):
+    """Connection that reads its certificates whenever it connects, as those of redis-py without asyncio do."""
+
+    def _connection_arguments(self) -> Mapping[str, Any]:
+        self.ssl_context.context = None  # in which redis-py keeps the certificates for the next connections
+        return super()._connection_arguments()
 
 
 class RedisLimits:
@@ -55,15 +67,20 @@ class RedisLimits:
                 if found is None:
                     return reply
         except (RedisError, OSError, ValueError, OverflowError, *MALFORMED) as error:
-            raise LimitsUnavailable(str(error)) from error
+            raise _unavailable(error) from error
 
     async def beat(self, ingress: str) -> tuple[int, int]:
         keys = [f"{self._prefix}:limit-ingresses", f"{self._prefix}:limit-generation"]
         try:
             generation, count = await self._beat(keys=keys, args=[ingress])
         except (RedisError, OSError) as error:
-            raise LimitsUnavailable(str(error)) from error
+            raise _unavailable(error) from error
         return generation, count
 
     async def close(self) -> None:
         await self._client.aclose()
+
+
+def _unavailable(error: Exception) -> LimitsUnavailable:
+    advice = f"; {remedy(error)}" if isinstance(error, RedisError | OSError) else ""
+    return LimitsUnavailable(str(error).rstrip(".") + advice)
