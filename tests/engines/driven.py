@@ -148,6 +148,7 @@ class Driven:
         prefilled: Prefilled | None = None,
         store_blocks: int = 0,
         kv_pin_s: int = 0,
+        traceparent: str = "",
         **sampling: Any,
     ) -> WorkItem:
         """Return a request, by default greedy and with `ignore_eos`."""
@@ -171,6 +172,7 @@ class Driven:
             prefilled=prefilled,
             store_blocks=store_blocks,
             kv_pin_s=kv_pin_s,
+            traceparent=traceparent,
         )
 
     def expect(self, item: WorkItem) -> Answer:

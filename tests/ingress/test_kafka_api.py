@@ -16,6 +16,7 @@ from forebay.events.request_ids import aliases_of
 from forebay.events.requests import RequestCancelled, RequestSubmitted, RoutingHints
 from forebay.events.tokens import Embedded, ResponseEnded, ResponseError, TokenChunk, TokenEvent, TokensEmitted, Usage
 from forebay.events.topics import FIXED_TOPICS, OPENAI_RESPONSES, TOKENS
+from forebay.events.trace_ids import TraceIds
 from forebay.ingress.body_limits import BodyLimits
 from forebay.ingress.errors import ApiError
 from forebay.ingress.kafka_api.request import ReplyAddress, ReplyTopics, address, body_of, nonce_of, slot_of
@@ -284,6 +285,7 @@ async def test_an_error_of_a_parser_ends_the_response(
         failed, rejected = (one.__dict__["fields"] for one in caplog.records if one.name == "forebay.access")
         assert (failed["offset"], failed["status"], failed["error"]) == (0, 502, "parser_failed")
         assert (failed["request_id"], failed["worker"]) == (submitted.request_id, "w1")
+        assert failed["trace_id"] == TraceIds.of(submitted, 0).trace
         assert (rejected["offset"], rejected["status"], rejected["error"]) == (1, 404, "model_not_found")
 
 

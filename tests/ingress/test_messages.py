@@ -13,7 +13,9 @@ from msgspec.structs import replace
 from pydantic_core import from_json
 
 from forebay.events.rendering import Rendering
+from forebay.events.requests import RequestSubmitted
 from forebay.events.tokens import Usage
+from forebay.events.trace_ids import TraceIds
 from forebay.ingress.body_limits import BodyLimits
 from forebay.ingress.errors import ApiError
 from forebay.ingress.formatter import ServingInfo, StreamEvent, WholeChoice
@@ -489,3 +491,5 @@ async def test_a_later_error_is_an_event_and_its_code_is_logged(scene: Scene, ca
     assert failure["request_id"].startswith(name)
     (entry,) = (one.__dict__["fields"] for one in caplog.records if one.name == "forebay.access")
     assert (entry["path"], entry["error"]) == (MESSAGES, "worker_lost")
+    first = scene.requests(RequestSubmitted)[0]
+    assert entry["trace_id"] == TraceIds.of(first, 0).trace

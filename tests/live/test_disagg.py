@@ -27,9 +27,11 @@ from forebay.events.progress import (
     TransferFailed,
 )
 from forebay.events.requests import RoutingHints
-from forebay.events.topics import PROGRESS, TOKENS, work_topic
+from forebay.events.topics import DECISIONS, PROGRESS, TOKENS, work_topic
 from forebay.events.transfer import Prefilled
 from forebay.events.work import ReleaseKv, WorkCancelled, WorkItem
+from forebay.journal.folds import begin_of
+from forebay.journal.traces import TraceReader
 from forebay.live import standby
 from forebay.live.owner.effects import encode_effects
 from forebay.live.owner.metrics import OwnerMetrics
@@ -561,4 +563,27 @@ async def test_an_aggregated_worker_gets_the_media_and_exports_no_series_of_disa
     assert (item.encoded, item.media) == (None, (MEDIA,)), "an aggregated worker encodes by itself"
     await system.progress(5, "r", FirstTokenEmitted)
     assert not [name for name in system.scraped() if name[0].startswith((SINCE, PART))]
+    await system.owner.close()
+
+
+async def test_the_trace_context_of_the_client_reaches_each_attempt_with_the_span_of_the_attempt(
+    system: IdleWorkers,
+) -> None:
+    await system.own(pool=None)
+    await system.admitted("prefill", "decode")
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    await system.turn(0, system.send, submitted("r", PROMPT, traceparent=trace))
+    await system.progress(5, "r", PrefillFinished)
+    await system.progress(5, "r", FirstTokenEmitted)
+    await system.progress(5, "r", RequestFinished, finish_reason="stop")
+    await system.turn(0, system.send, submitted("other", PROMPT))
+    await flush(system.log)
+    items = [item for item in system.work(WorkItem) if item.request_id == "r"]
+    (other,) = (item for item in system.work(WorkItem) if item.request_id == "other")
+    reader = TraceReader(system.log, 0, await begin_of(system.log, 0), 0)
+    await reader.read(await system.log.end(DECISIONS.name, 0))
+    attempts = [span.span_id for span in reader.fold.take()[0].spans if span.name == "attempt"]
+    assert sorted(item.traceparent for item in items) == sorted(f"{trace[:36]}{span_id}-01" for span_id in attempts)
+    assert other.traceparent == ""
+    assert items[0].log_extra == {"fields": {"trace_id": "0af7651916cd43dd8448eb211c80319c"}}
     await system.owner.close()

@@ -59,6 +59,7 @@ class OddServer:
         self.streams: list[Sequence[Event] | Reply] = []
         self.refuses: frozenset[str] = frozenset()
         self.requests: list[dict[str, Any]] = []
+        self.trace_contexts: list[str] = []  # of each request for a completion; empty for none
         self._sockets: set[int] = set()
         self._port = free_ports(1)
         app = web.Application()
@@ -88,6 +89,8 @@ class OddServer:
         if unknown := self.refuses & body.keys():
             error = {"loc": ["body", *unknown], "msg": "Extra inputs are not permitted"}
             return web.json_response({"detail": [error]}, status=422)
+        if request.path == "/v1/completions":
+            self.trace_contexts.append(request.headers.get("traceparent", ""))
         if request.path == "/v1/completions" and body["stream"]:
             self.requests.append(body)
             return await self._stream(request)

@@ -40,6 +40,16 @@ def failure(one: Driven) -> Failed:
     return failed
 
 
+async def test_a_server_gets_the_trace_context_of_a_request() -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with OddServer("acme") as server:
+        async with attached(server) as one:
+            server.streams = [[WORD, DONE]] * 2
+            await one.ask(PROMPT, 5, traceparent=trace)
+            await one.ask(PROMPT, 5)
+        assert server.trace_contexts[-2:] == [trace, ""]
+
+
 # Ends of responses
 
 

@@ -131,6 +131,15 @@ async def test_higher_priority_runs_sooner_if_sglang_schedules_by_priority(
         assert manager().requested_with[-1].get("priority") == wanted
 
 
+async def test_sglang_gets_the_trace_context_of_a_request(started: Start) -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with started() as one:
+        await one.ask(PROMPT, 1, traceparent=trace)
+        assert manager().requested_with[-1]["external_trace_header"] == {"traceparent": trace}
+        await one.ask(PROMPT, 1)
+        assert "external_trace_header" not in manager().requested_with[-1]
+
+
 async def test_prompts_are_embedded(started: Start) -> None:
     async with started(is_embedding=True) as one:
         assert one.spec.tasks == ("embed",)

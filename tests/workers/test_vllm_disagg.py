@@ -86,6 +86,7 @@ class Llm:
         )
         self.answer: Any = output([5], "length")
         self.requested: list[Any] = []
+        self.trace_headers: list[Any] = []
         self.calls: list[tuple[str, Any]] = []
         self.broken: Exception | None = None
         self.make_logger: Any = None
@@ -95,8 +96,9 @@ class Llm:
     async def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
 
-    async def generate(self, prompt: Any, params: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncIterator[Any]:
         self.requested.append(params)
+        self.trace_headers.append(options.get("trace_headers"))
         if isinstance(self.answer, Exception):
             raise self.answer
         if self.answer is None and request_id != CANARY_ID:
@@ -294,6 +296,13 @@ async def test_response_may_outlast_the_lease_after_its_first_token(llm: Llm, mo
         monkeypatch.setattr(llm, "generate", generate)
         monkeypatch.setattr(asyncio, "timeout", timeout)
         assert (await run(one, "decode", kept())).tokens == [5, 6]
+
+
+async def test_vllm_gets_the_trace_context_of_a_request(one: Driven, llm: Llm) -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    await one.ask([1, 2, 3], 1, traceparent=trace)
+    await one.ask([1, 2, 3], 1)
+    assert llm.trace_headers[-2:] == [{"traceparent": trace}, None]
 
 
 async def test_releases_and_drops_are_passed_to_vllm(one: Driven, llm: Llm, caplog: pytest.LogCaptureFixture) -> None:

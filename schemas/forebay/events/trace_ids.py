@@ -10,22 +10,38 @@ from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 from forebay.events.requests import RequestSubmitted
 
 
+def trace_id_of(request_id: str, reply_key: int, traceparent: str) -> str:
+    """Return the id of a request's trace: that of the client's trace context, if it sent one, otherwise a hash."""
+    return traceparent.split("-")[1] if traceparent else xxh3_128_hexdigest(f"{request_id}\0{reply_key}".encode())
+
+
 class TraceIds(NamedTuple):
-    """Ids of a request's trace. `parent` is the span of the client, empty if the client sent no trace context."""
+    """Ids of the trace of a request at an offset of `requests`. A request that is run twice has one trace.
+
+    Attributes:
+        trace: id of the trace.
+        parent: span of the client; empty if the client sent no trace context.
+    """
 
     trace: str
     parent: str
     seed: str
+
+    @classmethod
+    def of(cls, event: RequestSubmitted, offset: int) -> "TraceIds":
+        """Return the ids of a request that was submitted at this offset."""
+        trace = trace_id_of(event.request_id, event.reply_key, event.traceparent)
+        parent = event.traceparent.split("-")[2] if event.traceparent else ""
+        return cls(trace, parent, f"{event.request_id}\0{event.reply_key}\0{offset}")
 
     def span(self, name: str = "", attempt: int = 0) -> str:
         """Return the id of a span. The empty name stands for the whole request, that of a stage for its attempt."""
         return xxh3_64_hexdigest(f"{self.seed}\0{name}\0{attempt}".encode())
 
 
-def trace_ids_of(submitted: RequestSubmitted, offset: int) -> TraceIds:
-    """Return the ids of a request at an offset of `requests`. Its trace is that of the client, if it sent one."""
-    seed = f"{submitted.request_id}\0{submitted.reply_key}\0{offset}"
-    if submitted.traceparent:
-        _, trace, parent, _ = submitted.traceparent.split("-")
-        return TraceIds(trace, parent, seed)
-    return TraceIds(xxh3_128_hexdigest(seed.encode()), "", seed)
+def attempt_context(event: RequestSubmitted, offset: int, stage: str, attempt: int) -> str:
+    """Return the trace context for the engine of an attempt; empty if the client sent none."""
+    if not event.traceparent:
+        return ""
+    ids = TraceIds.of(event, offset)
+    return f"00-{ids.trace}-{ids.span(stage, attempt)}-{event.traceparent[-2:]}"

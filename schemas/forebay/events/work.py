@@ -12,6 +12,7 @@ from forebay.events.decisions import Stage
 from forebay.events.media import Encoded, Media, require_bounded
 from forebay.events.numbers import PinSeconds
 from forebay.events.requests import Sampling, Task
+from forebay.events.trace_ids import trace_id_of
 from forebay.events.transfer import Prefilled
 
 
@@ -59,6 +60,7 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
             shared store of the worker; 0 if it expects none in the shared store. It is a hint where to look.
         kv_pin_s: seconds for which the worker keeps the KV of the prompt in its host memory and on its disk.
         reply_key: key of the request, which every event in the reply slot must have.
+        traceparent: trace context whose span is the attempt, for the engine; empty if the client sent none.
     """
 
     rank: Count
@@ -80,6 +82,12 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
     store_blocks: Count = 0
     kv_pin_s: PinSeconds = 0
     reply_key: Count = 0
+    traceparent: str = ""
+
+    @property
+    def log_extra(self) -> dict[str, dict[str, str]]:
+        """Argument `extra` of log records about the item."""
+        return {"fields": {"trace_id": trace_id_of(self.request_id, self.reply_key, self.traceparent)}}
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)

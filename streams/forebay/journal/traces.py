@@ -38,7 +38,7 @@ from forebay.events.progress import (
     TransferFailed,
 )
 from forebay.events.requests import RequestCancelled, RequestSubmitted
-from forebay.events.trace_ids import TraceIds, trace_ids_of
+from forebay.events.trace_ids import TraceIds
 from forebay.journal.folds import FoldReader
 from forebay.journal.snapshots import claim_at
 from forebay.transport.base import Log
@@ -230,7 +230,7 @@ class TraceFold:
         if len(self._open) >= ACTIVE_REQUESTS_MAX:
             self.overflowed += 1
             return
-        now_us, ids = self.now_us, trace_ids_of(event, offset)
+        now_us, ids = self.now_us, TraceIds.of(event, offset)
         begin_us = min(event.at_us or now_us, now_us)
         request = _OpenRequest(begin, event.tenant, ids, begin_us, _attributes_of(event))
         request.add("ingress", begin_us, now_us, attributes={"forebay.ingress.id": event.ingress_id})

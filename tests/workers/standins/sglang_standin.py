@@ -44,7 +44,7 @@ SAMPLING_PARAMS = {
 GENERATE_ARGUMENTS = dict.fromkeys((
     "prompt", "sampling_params", "input_ids", "image_data", "return_logprob", "logprob_start_len", "top_logprobs_num",
     "token_ids_logprob", "lora_path", "stream", "bootstrap_host", "bootstrap_port", "bootstrap_room", "routed_dp_rank",
-    "rid", "priority", "cache_salt",
+    "rid", "priority", "cache_salt", "external_trace_header",
 ))  # fmt: skip
 PauseGenerationReqInput = struct("PauseGenerationReqInput", mode="abort")
 ContinueGenerationReqInput = struct("ContinueGenerationReqInput", torch_empty_cache=True)

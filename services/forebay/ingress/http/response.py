@@ -26,6 +26,7 @@ from forebay import runtime
 from forebay.core.state.reply_slot import apply
 from forebay.events.request_ids import RequestLocation, public_id
 from forebay.events.requests import RequestSubmitted, reply_key_of
+from forebay.events.trace_ids import trace_id_of
 from forebay.ingress.access_log import add_fields
 from forebay.ingress.commands import GRACE_S
 from forebay.ingress.errors import ID_HEADERS, ApiError, deadline_exceeded
@@ -150,7 +151,8 @@ class OneResponse(Response):
             reservation.end(None if may_run else fold.prompt_tokens + fold.output_tokens)
 
     def _add_fields(self, scope: Scope) -> None:
-        fold, fields = self._fold, self._fields
+        fold, fields, first = self._fold, self._fields, self._first
+        fields["trace_id"] = trace_id_of(first.request_id, first.reply_key, first.traceparent)
         if self._stream.worker_id:
             fields["worker"] = self._stream.worker_id
         if self._first_s:

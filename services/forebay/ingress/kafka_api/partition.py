@@ -23,6 +23,7 @@ from forebay.core.state.reply_slot import apply
 from forebay.events.codec import encode
 from forebay.events.request_ids import kafka_api_request_id
 from forebay.events.topics import REQUESTS, TOKENS
+from forebay.events.trace_ids import trace_id_of
 from forebay.ingress.access_log import fields_of, write_record
 from forebay.ingress.commands import GRACE_S
 from forebay.ingress.errors import ApiError, deadline_exceeded, internal_error, invalid, retry_headers
@@ -275,7 +276,9 @@ class PartitionServer:
             raise ApiError(409, "duplicate_request_id", text)
         response = RecordResponse(entry, where, fold, model.group)
         response.admission = partial(front.limits.admit, caller.key, *reserved_tokens(inputs))
-        response.caller = fields_of(events[0].tenant, events[0].key_id)
+        first = events[0]
+        response.caller = fields_of(first.tenant, first.key_id)
+        response.caller["trace_id"] = trace_id_of(first.request_id, first.reply_key, first.traceparent)
         for index, (name, submission) in enumerate(zip(fold.ids, events, strict=True)):
             request = self._pending[name] = PendingRequest(name, response, index, submission)
             self._pending_of.setdefault(settings.model_name, {})[name] = request

@@ -218,7 +218,8 @@ class EncodeEngine:
         except MediaUnusable as error:
             failed.append(_failed(item, error))
         except Exception as error:  # an encoder may raise anything; another worker then tries the request
-            logger.warning("cannot encode %s", item.request_id, exc_info=not isinstance(error, TransferError))
+            known = isinstance(error, TransferError)
+            logger.warning("cannot encode %s", item.request_id, exc_info=not known, extra=item.log_extra)
             text = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
             failed.append(_failed(item, AttemptFailed(500, "encode_failed", text)))
         return EngineBatch(rank=item.rank, load=self._load(), failed=failed, encoded=encoded)

@@ -246,7 +246,8 @@ class ServiceEngine:
         except Exception as error:
             where = self._service.endpoint_name(execution.item.task)
             if self._is_running(execution):
-                logger.exception("%s failed on %s", where, execution.item.request_id)
+                item = execution.item
+                logger.exception("%s failed on %s", where, item.request_id, extra=item.log_extra)
             failed = AttemptFailed(500, "engine_error", f"{where} failed: {_describe(error)}")
             self._fail(execution, failed, "failed")
 

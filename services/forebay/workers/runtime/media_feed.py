@@ -130,7 +130,9 @@ class MediaFeed:
             # Nothing awaits this task, so an unreported failure would leave the request without an end.
             self.not_fetched += 1
             known = isinstance(error, TransferError | EngineError)
-            logger.warning("%s: cannot fetch embeddings: %s", item.request_id, error, exc_info=not known)
+            logger.warning(
+                "%s: cannot fetch embeddings: %s", item.request_id, error, exc_info=not known, extra=item.log_extra
+            )
             del self._fetching[item.request_id]
             self._on_failed(item, TransferError(str(error) or type(error).__name__))
             return

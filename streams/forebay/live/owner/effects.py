@@ -38,6 +38,7 @@ from forebay.events.tokens import (
     RouteResponse,
 )
 from forebay.events.topics import TOKENS, work_topic
+from forebay.events.trace_ids import attempt_context
 from forebay.events.work import AnyWorkEvent, ReannounceCache, ReleaseKv, WorkCancelled, WorkerCommand, WorkItem
 from forebay.transport.base import Draft
 
@@ -140,6 +141,7 @@ def encode_work(
         store_blocks=store_blocks,
         kv_pin_s=0 if encodes else submitted.kv_pin_s,
         reply_key=submitted.reply_key,
+        traceparent=attempt_context(submitted, request.submitted.offset, stage, request.stage_attempt),
         **to.names,
     )
     return to.draft(item)

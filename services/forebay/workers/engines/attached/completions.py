@@ -75,6 +75,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         text: the prompt as text, for a server that accepts no token ids; empty for the others.
         request_id: id of the request at the server; no two requests in flight have the same.
         transfer: vLLM's `kv_transfer_params`; None without KV transfer.
+        traceparent: trace context of the request; empty for none.
     """
 
     token_ids: list[int]
@@ -84,6 +85,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     request_id: str
     transfer: Mapping[str, Any] | None = None
+    traceparent: str = ""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        trace = {"traceparent": self.traceparent} if self.traceparent else {}
+        return {"x-request-id": self.request_id, **trace}
 
 
 class _Logprobs(msgspec.Struct):
@@ -174,7 +181,7 @@ class Completions:
         while True:
             body, is_over = self.body(call, stream=True), False
             try:
-                async with self.server.stream(PATH, body, {"x-request-id": call.request_id}) as events:
+                async with self.server.stream(PATH, body, call.headers) as events:
                     async for delta in self._deltas(events, call.sampling):
                         is_over = is_over or bool(delta.finish_reason)
                         yield delta
@@ -253,7 +260,7 @@ class Completions:
         Raises Rejected if the server responded with an error, StreamCut if the response is unreadable, EngineError if
         the server cannot be reached.
         """
-        found = await self._post(call, {"x-request-id": call.request_id})
+        found = await self._post(call, call.headers)
         if found.choice is None:
             raise StreamCut("the response has no choice")
         return found.kv_transfer_params, _cached_tokens(found)

@@ -282,6 +282,7 @@ class AttachedEngine(ModelEngine):
             cache_salt=item.cache_namespace if self._api.salts_cache else "",
             request_id=_new_id(item.request_id),
             transfer=transfer,
+            traceparent=item.traceparent,
         )
 
     async def _generate(self, prompt: list[int], response: GeneratedResponse, transfer: Any) -> None:

@@ -539,7 +539,10 @@ class MockRank:
         except Exception as error:
             # Nothing awaits this task, so an unreported failure would leave the request without an end.
             known = isinstance(error, TransferError)
-            logger.warning("cannot fetch the KV of %s: %s", request.item.request_id, error, exc_info=not known)
+            item = request.item
+            logger.warning(
+                "cannot fetch the KV of %s: %s", item.request_id, error, exc_info=not known, extra=item.log_extra
+            )
             request.task = None
             self._fail_fetch(request.item, str(error) or type(error).__name__)
             return

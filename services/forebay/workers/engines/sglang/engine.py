@@ -245,7 +245,8 @@ class SglangEngine(ModelEngine):
             if self._core.is_dead:
                 raise
             # The decode worker is not notified; its own timeout ends the wait.
-            logger.warning("SGLang did not compute the prompt of %s: %s", item.request_id, one_line(error))
+            text = "SGLang did not compute the prompt of %s: %s"
+            logger.warning(text, item.request_id, one_line(error), extra=item.log_extra)
         finally:
             self._kept.pop(item.request_id)
 
@@ -275,6 +276,7 @@ class SglangEngine(ModelEngine):
             routed_dp_rank=self._index(item.rank),
             priority=sglang_requests.engine_priority(item.priority, self._resolved),
             cache_salt=item.cache_namespace or None,
+            **({"external_trace_header": {"traceparent": item.traceparent}} if item.traceparent else {}),
             **sglang_requests.logprob_arguments(item.sampling),
             **meet,
         )

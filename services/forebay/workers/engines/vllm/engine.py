@@ -265,6 +265,7 @@ class VllmEngine(ModelEngine):
             lora_request=self._lora_request(item.lora_name),
             priority=engine_priority(item.priority, self._scheduling_policy),
             data_parallel_rank=self._index(item.rank),
+            trace_headers={"traceparent": item.traceparent} if item.traceparent else None,
         )
         return outputs
 
