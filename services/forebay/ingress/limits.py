@@ -1,9 +1,9 @@
 """Limits of API keys: admits or rejects a prepared request, and counts it, together with all other ingresses.
 
 Theory of operation. A round trip to the store per request would cost too much. So an ingress takes a chunk of requests
-and tokens in advance, and spends it within `CHUNK_S` without the store. Requests that arrive meanwhile share the next
-round trip. A request takes its prompt and `max_tokens`, and gives back at its end what it has not used, with the next
-round trip. Every second the ingress reads the totals of the keys in use.
+and tokens in advance, and spends it within `CHUNK_S` without the store. A request takes its prompt and `max_tokens`,
+and gives back at its end what it has not used, with the next round trip. Every second the ingress reads the totals of
+the keys in use.
 
 Without the store an ingress counts alone: it admits a share of what its last totals left for the rest of the window,
 and later a share of the limit. An ingress that does not know the totals of a key admits a share of a tenth. When the
@@ -128,8 +128,7 @@ class _Key:
     """One API key at this ingress.
 
     Attributes:
-        needed: requests and tokens of all requests that wait for the store.
-        asked: number of calls of the store that have begun.
+        lock: held during a call of the store.
         in_flight: requests in flight.
         read_s: time of `reply` on the monotonic clock.
         alone: what was counted without the store; None while the store replies.
@@ -139,22 +138,19 @@ class _Key:
     def __init__(self, limits: KeyLimits) -> None:
         self.limits = limits
         self.lock = asyncio.Lock()
-        self.needed = (0, 0)
-        self.asked = 0
         self.in_flight = 0
         self.reply = Reply()
         self.read_s = -math.inf
         self.alone: _Alone | None = None
         self.unconfirmed: Ask | None = None
         self._requests = self._tokens = 0  # granted and not spent
-        self._spend_until_s = -math.inf
         self._sequence = 0
         self._changes: dict[int, tuple[int, int]] = {}
 
     def spend(self, tokens: int, now_s: float) -> Reservation | None:
         """Return the reservation of a request from what the store has granted, None if that is not enough."""
-        has_slot = now_s < self._spend_until_s and self.in_flight < self.reply.slots
-        if not has_slot or not self._requests or tokens > self._tokens:
+        is_granted = now_s < self.read_s + CHUNK_S and self._requests and tokens <= self._tokens
+        if not is_granted or self.in_flight >= self.reply.slots:
             return None
         self._requests -= 1
         self._tokens -= tokens
@@ -175,31 +171,31 @@ class _Key:
     def is_idle(self) -> bool:
         return not (self.in_flight or self._changes or self.unconfirmed)
 
-    def ask(self, key_id: str, ingress: str) -> Ask:
-        """Return the next call of the store, or again one without a reply."""
-        self.asked += 1
+    def ask(self, key_id: str, ingress: str, tokens: int | None) -> Ask:
+        """Return the next call of the store, for a request with these tokens or for none. Repeat one without a reply.
+
+        What is granted and not spent is given back.
+        """
         if self.unconfirmed is not None:
             return self.unconfirmed
         self.correct(self.reply.granted_s, -self._requests, -self._tokens)
         self._requests = self._tokens = 0
-        self._spend_until_s = -math.inf  # the store may give the slots to other ingresses
-        limits, (requests, tokens), slots = self.limits, self.needed, self.in_flight
-        if requests:
-            slots += _chunk(requests, limits.in_flight)
-            requests, tokens = _chunk(requests, limits.requests), _chunk(tokens, limits.tokens_max)
+        limits, requests, slots = self.limits, 0, self.in_flight
+        if tokens is not None:
+            slots += _chunk(1, limits.in_flight)
+            requests, tokens = _chunk(1, limits.requests), _chunk(tokens, limits.tokens_max)
         self._sequence += 1
         changes = tuple((second, *amounts) for second, amounts in self._changes.items())
         self._changes = {}
-        amounts = requests, tokens, self.in_flight, slots, changes
+        amounts = requests, tokens or 0, self.in_flight, slots, changes
         self.unconfirmed = Ask(key_id, ingress, self._sequence, limits, self.reply.known, *amounts)
         return self.unconfirmed
 
-    def take(self, reply: Reply, began_s: float, *, is_repeated: bool) -> None:
-        """Take the reply of a call that began at this time. A repeated call may have been granted long ago."""
+    def take(self, reply: Reply, began_s: float) -> None:
+        """Take the reply of a call that began at this time."""
         self.unconfirmed = None
         self.reply, self.read_s = reply, began_s
         self._requests, self._tokens = reply.requests, reply.tokens
-        self._spend_until_s = -math.inf if is_repeated else began_s + CHUNK_S
 
     def correct(self, second: int, requests: int, tokens: int) -> None:
         """Change what the store counts for a second of its clock, with the next call."""
@@ -243,13 +239,9 @@ class LimitsOfKeys:
             text = f"{prompt_tokens:,} prompt tokens and {max_tokens:,} output tokens exceed the {most:,} tokens"
             remedy = "shorten the prompt or set a lower max_tokens"
             raise ApiError(400, "limit_exceeded", f"{text} of the API key; {remedy}", "max_tokens")
-        key, now_s = self._key(event, limits), runtime.monotonic_s()
-        if self._failed_s is None:
-            found = None if key.needed[0] else key.spend(tokens, now_s)
-            if found is None and not key.is_short(tokens, now_s):
-                found = await self._wait(key, event.key_id, tokens)
-            if found is not None:
-                return found
+        key = self._key(event, limits)
+        if (found := await self._spend(key, event.key_id, tokens)) is not None:
+            return found
         left = self._left(key)
         if key.alone is None:
             raise _shortage(limits, left, tokens, key.reply.known.at_s, key.reply.first_s)
@@ -257,21 +249,16 @@ class LimitsOfKeys:
             raise _shortage(limits, left, tokens, key.alone.counts.at_s, key.alone.counts.first_s)
         return key.alone.spend(key, tokens)
 
-    async def _wait(self, key: _Key, key_id: str, tokens: int) -> Reservation | None:
-        """Return a reservation once the store has replied, None if it did not grant enough or failed."""
-        asked = key.asked
-        key.needed = key.needed[0] + 1, key.needed[1] + tokens
-        try:
-            async with key.lock:
-                if self._failed_s is not None:
-                    return None
+    async def _spend(self, key: _Key, key_id: str, tokens: int) -> Reservation | None:
+        """Return the reservation of a request, None if the store does not grant enough or fails."""
+        if not key.lock.locked() and (found := key.spend(tokens, runtime.monotonic_s())) is not None:
+            return found
+        async with key.lock:
+            found, now_s = key.spend(tokens, runtime.monotonic_s()), runtime.monotonic_s()
+            if found is None and self._failed_s is None and not key.is_short(tokens, now_s):
+                await self._call(key, key_id, tokens)
                 found = key.spend(tokens, runtime.monotonic_s())
-                if found is None and key.asked == asked:  # otherwise a later call has asked for this request, too
-                    await self._call(key, key_id)
-                    found = None if self._failed_s is not None else key.spend(tokens, runtime.monotonic_s())
-                return found
-        finally:
-            key.needed = key.needed[0] - 1, key.needed[1] - tokens
+            return found
 
     def _key(self, event: KeySet, limits: KeyLimits) -> _Key:
         key = self._keys.get(event.key_id)
@@ -288,18 +275,18 @@ class LimitsOfKeys:
             key.alone = _Alone(key, self._failed_s)
         return key.alone.left(key, runtime.monotonic_s(), self._ingresses)
 
-    async def _call(self, key: _Key, key_id: str) -> None:
+    async def _call(self, key: _Key, key_id: str, tokens: int | None = None) -> None:
         """Call the store for a key; first repeat a call without a reply."""
         self._in_use.add(key_id)
-        for is_repeated in (True, False) if key.unconfirmed else (False,):
+        for _ in range(2 if key.unconfirmed else 1):
             began_s = runtime.monotonic_s()
             try:
                 async with asyncio.timeout(ANSWER_S):
-                    reply = await self._store.take(key.ask(key_id, self._ingress))
+                    reply = await self._store.take(key.ask(key_id, self._ingress, tokens))
             except (TimeoutError, LimitsUnavailable) as error:
                 self._fail(error)
                 return
-            key.take(reply, began_s, is_repeated=is_repeated)
+            key.take(reply, began_s)
 
     def _fail(self, error: Exception) -> None:
         self._returned = 0
