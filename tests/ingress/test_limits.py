@@ -186,7 +186,7 @@ async def test_all_of_a_limit_can_be_used_and_all_of_it_comes_back() -> None:
             cluster.end(number, 25)
         await cluster.pass_s(2)
         totals = cluster.totals()
-        assert (*totals.known.totals[:2], totals.in_flight) == (900, 900 * 25, 0)
+        assert (*totals.known.totals[:2], totals.known.totals.in_flight) == (900, 900 * 25, 0)
         for _ in range(100):
             assert await cluster.arrive(2, 100, 150)
         assert not await cluster.arrive(0, 1)

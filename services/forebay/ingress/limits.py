@@ -24,9 +24,9 @@ from forebay.transport.limits import (
     DAY_S,
     UNLIMITED,
     WINDOW_S,
+    Amounts,
     Ask,
     KeyCounts,
-    KeyLimits,
     LimitStore,
     LimitsUnavailable,
     Reply,
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 @lru_cache(1_000)
-def limits_of(event: KeySet | None) -> KeyLimits | None:
+def limits_of(event: KeySet | None) -> Amounts | None:
     """Return the limits of an API key, None if it has none."""
     if event is None:
         return None
@@ -59,7 +59,7 @@ def limits_of(event: KeySet | None) -> KeyLimits | None:
         event.tokens_per_month,
         event.in_flight,
     )
-    return KeyLimits(*(min(limit or UNLIMITED, UNLIMITED) for limit in limits)) if any(limits) else None
+    return Amounts(*(min(limit or UNLIMITED, UNLIMITED) for limit in limits)) if any(limits) else None
 
 
 class Reservation:
@@ -99,23 +99,22 @@ class _Alone:
         self.counts = KeyCounts()
         self._known, self._read_s = key.reply.known, key.read_s
         self._is_current = 0 <= failed_s - key.read_s < CURRENT_S
-        self._in_flight = key.in_flight, key.reply.in_flight  # at this ingress, and slots at all of them
+        self._in_flight = key.in_flight
         if not self._known.at_s:
             self._known, self._read_s = self._known._replace(at_s=int(runtime.wall_s())), failed_s
 
-    def left(self, key: "_Key", now_s: float, ingresses: int) -> KeyLimits:
+    def left(self, key: "_Key", now_s: float, ingresses: int) -> Amounts:
         """Return what this ingress may still count alone."""
         self.counts.advance(self._known.at_s + int(now_s - self._read_s))
         counting = self._known.counting(self.counts.at_s)
-        mine, slots = self._in_flight if counting[0] else (0, 0)
-        totals, used = (*self._known.totals, slots), (*self.counts.totals(), key.in_flight - mine)
+        used = self.counts.totals()._replace(in_flight=key.in_flight - self._in_flight * counting[-1])
         left = []
-        for limit, total, counts, own in zip(key.limits, totals, (*counting, counting[0]), used, strict=True):
+        for limit, total, counts, own in zip(key.limits, self._known.totals, counting, used, strict=True):
             share = max(0, limit - total) if counts else limit
             if counts and not self._is_current:
                 share = min(share, limit // UNKNOWN_PARTS)
             left.append(share // ingresses - own)
-        return KeyLimits(*left)
+        return Amounts(*left)
 
     def spend(self, key: "_Key", tokens: int) -> Reservation:
         second = self.counts.at_s
@@ -135,7 +134,7 @@ class _Key:
         unconfirmed: call of the store without a reply, which must be repeated first.
     """
 
-    def __init__(self, limits: KeyLimits) -> None:
+    def __init__(self, limits: Amounts) -> None:
         self.limits = limits
         self.lock = asyncio.Lock()
         self.in_flight = 0
@@ -156,12 +155,11 @@ class _Key:
         self._tokens -= tokens
         return Reservation(self, tokens, self.reply.granted_s)
 
-    def left(self) -> KeyLimits:
+    def left(self) -> Amounts:
         """Return what the last reply of the store left, with what it granted to this ingress."""
-        reply = self.reply
-        taken = (*reply.known.totals, reply.in_flight)
-        mine = (self._requests, self._tokens, self._tokens, self._tokens, reply.slots - self.in_flight)
-        return KeyLimits(*(limit - total + own for limit, total, own in zip(self.limits, taken, mine, strict=True)))
+        mine = (self._requests, self._tokens, self._tokens, self._tokens, self.reply.slots - self.in_flight)
+        totals = self.reply.known.totals
+        return Amounts(*(limit - total + own for limit, total, own in zip(self.limits, totals, mine, strict=True)))
 
     def is_short(self, tokens: int, now_s: float) -> bool:
         """Return whether the last reply is so new that it also rejects another request."""
@@ -260,14 +258,14 @@ class LimitsOfKeys:
                 found = key.spend(tokens, runtime.monotonic_s())
             return found
 
-    def _key(self, event: KeySet, limits: KeyLimits) -> _Key:
+    def _key(self, event: KeySet, limits: Amounts) -> _Key:
         key = self._keys.get(event.key_id)
         if key is None:
             key = self._keys[event.key_id] = _Key(limits)
         key.limits = limits
         return key
 
-    def _left(self, key: _Key) -> KeyLimits:
+    def _left(self, key: _Key) -> Amounts:
         """Return what is left of the limits of a key at this ingress."""
         if self._failed_s is None:
             return key.left()
@@ -353,7 +351,7 @@ def _chunk(needed: int, limit: int) -> int:
     return max(needed, min(limit // CHUNKS, CHUNK_MAX))
 
 
-def _shortage(limits: KeyLimits, left: KeyLimits, tokens: int, at_s: int, first_s: int) -> ApiError:
+def _shortage(limits: Amounts, left: Amounts, tokens: int, at_s: int, first_s: int) -> ApiError:
     """Return the error of a request for which not enough is left. `first_s` is the oldest second in the window."""
     date = datetime.fromtimestamp(at_s, UTC)
     month_end = (date.replace(day=1) + timedelta(days=31)).replace(day=1, hour=0, minute=0, second=0)

@@ -28,8 +28,8 @@ class LimitsUnavailable(Exception):
     """The store cannot be reached, or rejects a call."""
 
 
-class KeyLimits(NamedTuple):
-    """Limits of an API key, or what is left of them. `day` and `month` are tokens."""
+class Amounts(NamedTuple):
+    """Limits of an API key, what counts for them, or what is left of them. `day` and `month` are tokens."""
 
     requests: int = UNLIMITED
     tokens: int = UNLIMITED
@@ -47,13 +47,7 @@ class KeyLimits(NamedTuple):
         return self.in_flight > 0 and self.requests > 0 and tokens <= self.tokens_max
 
 
-class Totals(NamedTuple):
-    """Requests and tokens in the window, and tokens of the day and of the month."""
-
-    requests: int = 0
-    tokens: int = 0
-    day: int = 0
-    month: int = 0
+NOTHING = Amounts(0, 0, 0, 0, 0)
 
 
 class Known(NamedTuple):
@@ -68,13 +62,13 @@ class Known(NamedTuple):
     generation: int = 0
     version: int = 0
     at_s: int = 0
-    totals: Totals = Totals()
+    totals: Amounts = NOTHING
 
-    def counting(self, at_s: int) -> tuple[bool, bool, bool, bool]:
+    def counting(self, at_s: int) -> tuple[bool, ...]:
         """Return which of the totals still count at a second of the store's clock."""
         second = min(self.at_s, at_s)
-        is_recent = second > at_s - WINDOW_S
-        return is_recent, is_recent, second // DAY_S == at_s // DAY_S, month_of(second) == month_of(at_s)
+        is_recent, is_today = second > at_s - WINDOW_S, second // DAY_S == at_s // DAY_S
+        return is_recent, is_recent, is_today, month_of(second) == month_of(at_s), is_recent
 
 
 class Ask(NamedTuple):
@@ -91,7 +85,7 @@ class Ask(NamedTuple):
     key_id: str
     ingress: str
     sequence: int
-    limits: KeyLimits
+    limits: Amounts
     known: Known = Known()
     requests: int = 0
     tokens: int = 0
@@ -106,7 +100,6 @@ class Reply(NamedTuple):
     Attributes:
         granted_s: second in which the granted `requests` and `tokens` count.
         slots: requests that the ingress may have in flight.
-        in_flight: slots of all ingresses.
         first_s: oldest second that counts in the window.
     """
 
@@ -115,7 +108,6 @@ class Reply(NamedTuple):
     requests: int = 0
     tokens: int = 0
     slots: int = 0
-    in_flight: int = 0
     first_s: int = 0
 
 
@@ -156,7 +148,7 @@ class KeyCounts(msgspec.Struct):
     window: dict[int, tuple[int, int]] = {}
     day: int = 0
     month: int = 0
-    restored: Totals = Totals()
+    restored: Amounts = NOTHING
     members: dict[str, _Member] = {}
 
     def take(self, ask: Ask, now_us: int) -> Reply:
@@ -167,31 +159,30 @@ class KeyCounts(msgspec.Struct):
             self.generation, self.restored = now_us, self.totals()
         if known.generation not in (0, self.generation):
             self._restore(known)
-        mine = self.members.get(ask.ingress)
+        mine = self.members.pop(ask.ingress, None)
         if mine is None or mine.sequence != ask.sequence:
             for change in ask.changes:
                 self.add(*change)
-            requests, tokens = self._granted(ask)
+            left = Amounts(*(limit - total for limit, total in zip(ask.limits, self.totals(), strict=True)))
+            requests, tokens = min(ask.requests, max(0, left.requests)), min(ask.tokens, max(0, left.tokens_max))
             self.add(now, requests, tokens)
             mine = _Member(ask.sequence, now, 0, requests, tokens)
-        others = sum(
-            one.slots for name, one in self.members.items() if name != ask.ingress and now - one.at_s < LAPSE_S
-        )
-        slots = max(ask.in_flight, min(ask.slots, ask.limits.in_flight - others))
+        slots = max(ask.in_flight, min(ask.slots, ask.limits.in_flight - self.totals().in_flight))
         # The second of the grant stays that of the call, so that a repeated call gets the same reply.
         self.members[ask.ingress] = mine._replace(slots=slots)
         self.version += 1
         reached = Known(self.generation, self.version, now, self.totals())
-        return Reply(reached, mine.at_s, mine.requests, mine.tokens, slots, others + slots, self.first_s)
+        return Reply(reached, mine.at_s, mine.requests, mine.tokens, slots, self.first_s)
 
     @property
     def first_s(self) -> int:
         """Oldest second that counts in the window."""
         return min(self.window, default=self.at_s)
 
-    def totals(self) -> Totals:
-        requests, tokens = (sum(amounts[at] for amounts in self.window.values()) for at in (0, 1))
-        return Totals(max(0, requests), max(0, tokens), self.day, self.month)
+    def totals(self) -> Amounts:
+        requests, tokens = (max(0, sum(amounts[at] for amounts in self.window.values())) for at in (0, 1))
+        slots = sum(one.slots for one in self.members.values() if self.at_s - one.at_s < LAPSE_S)
+        return Amounts(requests, tokens, self.day, self.month, slots)
 
     def advance(self, now: int) -> None:
         """Forget what does not count at a second any more."""
@@ -224,17 +215,13 @@ class KeyCounts(msgspec.Struct):
             if (amounts := (had[0] + requests, had[1] + tokens)) != (0, 0):
                 self.window[second] = amounts
 
-    def _granted(self, ask: Ask) -> tuple[int, int]:
-        left = KeyLimits(*(limit - total for limit, total in zip(ask.limits, self.totals(), strict=False)))
-        return min(ask.requests, max(0, left.requests)), min(ask.tokens, max(0, left.tokens_max))
-
     def _restore(self, known: Known) -> None:
         """Make the totals of an earlier generation the minimum, as far as they still count."""
         counted = zip(known.totals, known.counting(self.at_s), self.restored, strict=True)
-        more = Totals(*(max(0, total * counts - had) for total, counts, had in counted))
+        more = Amounts(*(max(0, total * counts - had) for total, counts, had in counted))
         self._count(known.at_s, more.requests, more.tokens)
         self.day, self.month = self.day + more.day, self.month + more.month
-        self.restored = Totals(*(had + added for had, added in zip(self.restored, more, strict=True)))
+        self.restored = Amounts(*(had + added for had, added in zip(self.restored, more, strict=True)))
 
 
 def month_of(at_s: int) -> tuple[int, int]:
