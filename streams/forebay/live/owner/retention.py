@@ -23,19 +23,7 @@ from forebay.events.answers import RETENTION_S
 from forebay.events.decisions import SnapshotRecord
 from forebay.events.requests import RequestSubmitted
 from forebay.events.snapshots import WorldState
-from forebay.events.topics import (
-    ANSWERS,
-    CONTROL,
-    DECISIONS,
-    GROUPS,
-    INPUTS,
-    KEYS,
-    MODELS,
-    REQUESTS,
-    SNAPSHOTS,
-    TOKENS,
-    USAGE,
-)
+from forebay.events.topics import ANSWERS, DECISIONS, FIXED_TOPICS, FOREVER, INPUTS, REQUESTS, SNAPSHOTS, TOKENS
 from forebay.journal.records import decode_journal, decode_or_none
 from forebay.journal.snapshots import check_snapshot_beside, newest_snapshot
 from forebay.live.owner.owner import Owner
@@ -57,7 +45,8 @@ SCAN_RECORDS = 64  # journal records per read while searching for a snapshot
 SUBMISSIONS_MAX = 64  # read the submissions of the oldest requests in flight, whose responses begin first
 GROWTH = 1.5  # a log over its limit grows by this factor before another early snapshot is requested
 SNAPSHOT_TAGS = (b'"snapshot.taken"', b'"sealed"')
-KEPT = (GROUPS.name, CONTROL.name, MODELS.name, ANSWERS.name, KEYS.name, USAGE.name)  # without regard to snapshots
+# Without regard to snapshots.
+KEPT = frozenset(topic.name for topic in FIXED_TOPICS if topic.retention_s == FOREVER or topic.is_compacted)
 
 
 class RetentionLimits(msgspec.Struct, frozen=True):
