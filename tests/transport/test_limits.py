@@ -1,14 +1,14 @@
 """Counts of the limits of API keys: in memory and on Redis."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fakeredis
 import msgspec
 import pytest
-import redis.asyncio as redis
+import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -154,15 +154,14 @@ def test_no_window_has_more_than_the_limit(calls: list[tuple[int, int, int]]) ->
 
 
 @pytest.fixture(params=["in process", pytest.param("server", marks=pytest.mark.integration)])
-async def client(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[redis.Redis]:
+def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[redis.Redis]:
     if request.param == "in process":
-        async with fakeredis.FakeAsyncRedis(server=fakeredis.FakeServer()) as client:
+        with fakeredis.FakeRedis(server=fakeredis.FakeServer()) as client:
             yield client
         return
     try:
-        with local_redis(tmp_path) as url:
-            async with redis.Redis.from_url(url) as client:
-                yield client
+        with local_redis(tmp_path) as url, redis.Redis.from_url(url) as client:
+            yield client
     except Missing as missing:
         pytest.skip(str(missing))
 
@@ -174,11 +173,11 @@ async def test_ingresses_share_the_counts_on_redis(client: redis.Redis) -> None:
     assert (await store.take(ask(1, "i2", requests=6, tokens=1)))[2:4] == (4, 1), "the same call"
     generation, count = await store.beat("i1")
     assert (await store.beat("i2"), count) == ((generation, 2), 1)
-    assert await client.ttl("a%3Ab:limits:key") > DAY_S
-    await client.flushall()
+    assert client.ttl("a%3Ab:limits:key") > DAY_S
+    client.flushall()
     assert (await store.beat("i2"))[0] != generation
     for damaged in (b"no counts", msgspec.msgpack.encode(KeyCounts(at_s=1 << 60))):
-        await client.set("a%3Ab:limits:key", damaged)
+        client.set("a%3Ab:limits:key", damaged)
         with pytest.raises(LimitsUnavailable):
             await store.take(ask(2))
     await store.close()

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import redis
-import redis.asyncio
 from prometheus_client import CollectorRegistry
-from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -31,7 +29,7 @@ from forebay.transport.kafka.log import FLUSH_S, KafkaLog, KafkaMetrics
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicCounts, count_topics
 from forebay.transport.redis.leases import LeaseKind, RedisLeases
-from forebay.transport.redis.limits import FreshTls, RedisLimits
+from forebay.transport.redis.limits import RedisLimits
 
 REDIS_TIMEOUT_S = 0.5  # a renewal that hangs is retried long before the lease expires
 
@@ -48,28 +46,22 @@ class Cluster:
 
 def leases_at(url: str, namespace: str, kind: LeaseKind = "worker") -> RedisLeases:
     """Return a client for the leases of a namespace in Redis. It connects later. Raises ConfigError for a bad URL."""
+    return RedisLeases(_redis_at(url), namespace, kind)
+
+
+def limits_at(url: str, namespace: str) -> RedisLimits:
+    """Return a client for the limits of API keys in Redis. It connects later. Raises ConfigError for a bad URL."""
+    return RedisLimits(_redis_at(url), namespace)
+
+
+def _redis_at(url: str) -> redis.Redis:
     with prefixed(f"--redis {without_passwords(url)}"):
-        client = redis.Redis.from_url(
+        return redis.Redis.from_url(
             url,
             socket_timeout=REDIS_TIMEOUT_S,
             socket_connect_timeout=REDIS_TIMEOUT_S,
             retry=Retry(NoBackoff(), 1),
         )
-    return RedisLeases(client, namespace, kind)
-
-
-def limits_at(url: str, namespace: str) -> RedisLimits:
-    """Return a client for the limits of API keys in Redis. It connects later. Raises ConfigError for a bad URL."""
-    with prefixed(f"--redis {without_passwords(url)}"):
-        client = redis.asyncio.Redis.from_url(
-            url,
-            socket_timeout=REDIS_TIMEOUT_S,
-            socket_connect_timeout=REDIS_TIMEOUT_S,
-            retry=AsyncRetry(NoBackoff(), 1),
-        )
-    if url.startswith("rediss:"):
-        client.connection_pool.connection_class = FreshTls  # `from_url` permits no other class
-    return RedisLimits(client, namespace)
 
 
 @asynccontextmanager

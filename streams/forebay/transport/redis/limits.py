@@ -4,19 +4,23 @@ Keys: `<namespace>:limits:<key id>`, packed `KeyCounts`; a sorted set `<namespac
 in which each ingress has called; `<namespace>:limit-generation`, which is missing in a Redis that has begun again.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import msgspec
-import redis.asyncio as redis
-from redis.exceptions import RedisError
+import redis
 
+from forebay import runtime
 from forebay.events.codec import MALFORMED
 from forebay.transport.limits import DAY_S, LAPSE_S, UNLIMITED, WINDOW_S, Ask, KeyCounts, LimitsUnavailable, Reply
 from forebay.transport.redis.leases import remedy
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 KEPT_S = 2 * WINDOW_S  # counts of a key without a budget
 BUDGET_KEPT_S = 33 * DAY_S
+TRIES_MAX = 1_000  # the caller has a timeout of its own, but does not stop the thread
 
 # Writes the counts if they are the ones that the caller has read. Otherwise returns the present ones, and the time.
 SWAP = """
@@ -37,14 +41,6 @@ return {{tonumber(redis.call('GET', KEYS[2])), redis.call('ZCARD', KEYS[1])}}
 """
 
 
-class FreshTls(redis.SSLConnection):
-    """Connection that reads its certificates whenever it connects, as those of redis-py without asyncio do."""
-
-    def _connection_arguments(self) -> Mapping[str, Any]:
-        self.ssl_context.context = None  # in which redis-py keeps the certificates for the next connections
-        return super()._connection_arguments()
-
-
 class RedisLimits:
     """Counts on one Redis server, for all ingresses of a namespace. Each method raises LimitsUnavailable."""
 
@@ -55,32 +51,33 @@ class RedisLimits:
         self._beat = client.register_script(BEAT)
 
     async def take(self, ask: Ask) -> Reply:
-        keys = [f"{self._prefix}:limits:{ask.key_id}"]
-        kept_s = BUDGET_KEPT_S if min(ask.limits.day, ask.limits.month) < UNLIMITED else KEPT_S
-        try:
-            found = await self._swap(keys=keys)
-            while True:  # until no other ingress has written meanwhile; the caller has a timeout
-                packed, second, us = found
-                counts = msgspec.msgpack.decode(packed, type=KeyCounts) if packed else KeyCounts()
-                reply = counts.take(ask, int(second) * 1_000_000 + int(us))
-                found = await self._swap(keys=keys, args=[packed, msgspec.msgpack.encode(counts), kept_s])
-                if found is None:
-                    return reply
-        except (RedisError, OSError, ValueError, OverflowError, *MALFORMED) as error:
-            raise _unavailable(error) from error
+        return await _offloaded(self._take_now, ask)
 
     async def beat(self, ingress: str) -> tuple[int, int]:
         keys = [f"{self._prefix}:limit-ingresses", f"{self._prefix}:limit-generation"]
-        try:
-            generation, count = await self._beat(keys=keys, args=[ingress])
-        except (RedisError, OSError) as error:
-            raise _unavailable(error) from error
+        generation, count = await _offloaded(self._beat, keys, [ingress])
         return generation, count
 
     async def close(self) -> None:
-        await self._client.aclose()
+        self._client.close()
+
+    def _take_now(self, ask: Ask) -> Reply:
+        keys = [f"{self._prefix}:limits:{ask.key_id}"]
+        kept_s = BUDGET_KEPT_S if min(ask.limits.day, ask.limits.month) < UNLIMITED else KEPT_S
+        found = self._swap(keys)
+        for _ in range(TRIES_MAX):  # until no other ingress has written meanwhile
+            packed, second, us = found
+            counts = msgspec.msgpack.decode(packed, type=KeyCounts) if packed else KeyCounts()
+            reply = counts.take(ask, int(second) * 1_000_000 + int(us))
+            found = self._swap(keys, [packed, msgspec.msgpack.encode(counts), kept_s])
+            if found is None:
+                return reply
+        raise LimitsUnavailable("other ingresses change the counts of the key all the time")
 
 
-def _unavailable(error: Exception) -> LimitsUnavailable:
-    advice = f"; {remedy(error)}" if isinstance(error, RedisError | OSError) else ""
-    return LimitsUnavailable(str(error).rstrip(".") + advice)
+async def _offloaded(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    try:
+        return await runtime.offload(call, *args, **kwargs)
+    except (redis.RedisError, OSError, ValueError, OverflowError, *MALFORMED) as error:
+        advice = f"; {remedy(error)}" if isinstance(error, redis.RedisError | OSError) else ""
+        raise LimitsUnavailable(str(error).rstrip(".") + advice) from error
