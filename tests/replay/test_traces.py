@@ -11,17 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.phases import ON_WORKER, Phase
-from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
-from forebay.core.step import AnyDecision, InputEvent
-from forebay.events.decisions import RequestRejected, RequestRepeated, RequestRouted
+from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import OwnershipAnnounced, WorkerLost
 from forebay.events.progress import FirstTokenEmitted, PrefillFinished, RequestFinished
 from forebay.events.requests import RequestCancelled
 from forebay.events.topics import DECISIONS
 from forebay.journal.folds import begin_of
-from forebay.journal.reader import JournalReader, Past
-from forebay.journal.start import oldest
 from forebay.journal.traces import Span, Trace, TraceReader
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import PROMPTS
@@ -29,10 +24,9 @@ from tests.logs import recordings
 from tests.logs.own_policy import CUSTOM
 from tests.replay.owner_histories import dense_history, log_with, owner_histories, played
 from tests.replay.recorder import Recorder, disaggregated, fleet, outage
+from tests.replay.request_times import SHOWN, Times, derived_times
 
 DENSE = [dense_history(seed, 400) for seed in range(3)]
-SHOWN = ("queue", "decision", "attempt")  # spans that show the phases of a request
-Times = list[tuple[str, int, int]]
 
 
 def times_of(traces: Sequence[Trace]) -> dict[str, list[Times]]:
@@ -42,56 +36,6 @@ def times_of(traces: Sequence[Trace]) -> dict[str, list[Times]]:
         spans = [(span.name, span.begin_us, span.end_us) for span in trace.spans if span.name in SHOWN]
         found[trace.request_id].append(sorted([*spans, ("end", trace.spans[0].end_us, trace.spans[0].end_us)]))
     return {name: sorted(several) for name, several in found.items()}
-
-
-class Observed:
-    """Times of requests as they follow from the states of the owner, by request id."""
-
-    def __init__(self, reader: JournalReader) -> None:
-        self.found: dict[str, list[Times]] = defaultdict(list)
-        self._world = reader.world
-        self._taken_up = {one.submitted.request_id for one in self._world.requests.active()}
-        self._times: dict[str, Times] = {}
-        self._since: dict[str, tuple[tuple[str, int], int]] = {}
-        reader.followed.on_applied = self.observe
-
-    def observe(self, _: str, __: InputEvent | None, now_us: int, decided: Sequence[AnyDecision]) -> None:
-        active = {one.submitted.request_id: one for one in self._world.requests.active()}
-        self._taken_up &= active.keys()
-        for name, (kind, begin_us) in [*self._since.items()]:
-            if name not in active or kind != _kind(active[name]):
-                self._times[name].append((kind[0], begin_us, now_us))
-                del self._since[name]
-        for name in self._times.keys() - active.keys():
-            self.found[name].append(sorted([*self._times.pop(name), ("end", now_us, now_us)]))
-        for name in active.keys() - self._taken_up:
-            self._times.setdefault(name, [])
-            if name not in self._since and (kind := _kind(active[name]))[0]:
-                self._since[name] = kind, now_us
-        for record in decided:
-            if isinstance(record, RequestRouted) and record.request_id in self._times:
-                self._times[record.request_id].append(("decision", now_us, now_us))
-            elif isinstance(record, RequestRejected | RequestRepeated) and not any(
-                ("end", now_us, now_us) in times for times in self.found[record.request_id][-1:]
-            ):
-                self.found[record.request_id].append([("end", now_us, now_us)])
-
-    def times(self) -> dict[str, list[Times]]:
-        return {name: sorted(several) for name, several in self.found.items() if several}
-
-
-def _kind(request: Any) -> tuple[str, int]:
-    kind = "attempt" if request.phase in ON_WORKER else "queue" if request.phase is Phase.QUEUED else ""
-    return kind, len(request.sent)
-
-
-async def derived_times(log: SqliteLog, custom: CustomPolicies = ONLY_BUILT_IN, partition: int = 0) -> dict[str, Any]:
-    start, end = await oldest(log, partition, custom), await log.end(DECISIONS.name, partition)
-    reader = JournalReader(log, partition, start, end, Past.OTHER_RULES)
-    observed = Observed(reader)
-    async for step in reader:
-        assert step.divergence is None
-    return observed.times()
 
 
 async def traces_of(log: SqliteLog, cuts: Sequence[int] = (), partition: int = 0) -> list[Trace]:
