@@ -149,7 +149,11 @@ def test_a_request_of_another_model_is_explained_without_its_records(tmp_path: P
     log = tmp_path / "run.db"
     with running_up(*(f"--model={model}" for model in models), "--log", str(log)) as up:
         found = up.client().completions.create(model="beta", prompt="Which model?", max_tokens=2).id
-    with console_on(log, "--group", "alpha") as console, page_of(console.url, browser) as opened:
+    jaeger = ("--trace-url", "http://jaeger/trace/{trace_id}")
+    with console_on(log, "--group", "alpha", *jaeger) as console, page_of(console.url, browser) as opened:
         go(opened.page, f"/requests/by-id?id={found}")
         expect(opened.page.get_by_role("main")).to_contain_text("prompt tokens for beta")
+        trace_id = read(console.url, f"/v1/requests/{found}/explain")["submitted"]["trace_id"]
+        trace = opened.page.get_by_role("link", name=trace_id)
+        expect(trace).to_have_attribute("href", f"http://jaeger/trace/{trace_id}")
         expect(opened.page.locator(".record-link:visible")).to_have_count(0)

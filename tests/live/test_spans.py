@@ -167,7 +167,7 @@ async def sent(traces: Sequence[Trace], *replies: Reply) -> tuple[OtlpReceiver, 
     registry = CollectorRegistry()
     async with OtlpReceiver() as receiver:
         receiver.replies += replies
-        sender = OtlpSender(f"{receiver.url}/v1/traces", "space", registry)
+        sender = OtlpSender(SpanSettings(f"{receiver.url}/v1/traces", console_url="http://console"), "space", registry)
         await sender.send(traces)
         await sender.close()
     return receiver, generate_latest(registry).decode()
@@ -192,7 +192,9 @@ async def test_the_receiver_gets_exactly_the_spans_of_the_log() -> None:
         for span in one.spans:
             message = got[span.span_id]
             assert (message.name, message.start_time_unix_nano) == (span.name, span.begin_us * 1_000)
-            assert (message.end_time_unix_nano, attributes_of(message)) == (span.end_us * 1_000, span.attributes)
+            assert message.end_time_unix_nano == span.end_us * 1_000
+            link = {"forebay.console.url": f"http://console/#/requests/by-id?id={one.request_id}"}
+            assert attributes_of(message) == span.attributes | (link if message is root else {})
         assert root.parent_span_id.hex() == one.spans[0].parent_id
         assert (root.status.message, root.status.code) == (one.spans[0].error, 2 if one.spans[0].error else 0)
     assert [one.spans[0].error for one in traces] == ["", "engine_error"]
@@ -244,7 +246,7 @@ async def test_a_partial_success_is_counted_and_not_repeated(caplog: pytest.LogC
 async def test_spans_wait_until_the_receiver_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay.processes.otlp.RETRY_S", 0.0)
     receiver, registry = OtlpReceiver(), CollectorRegistry()
-    sender = OtlpSender(f"{receiver.url}/v1/traces", "space", registry)
+    sender = OtlpSender(SpanSettings(f"{receiver.url}/v1/traces", console_url="http://console"), "space", registry)
     sending = asyncio.create_task(sender.send([trace(1)]))
     await until(lambda: sender.problem)
     async with receiver:

@@ -625,6 +625,10 @@ class ConsoleCommand:
             has_variable=False,  # a variable for `status` must not attach a console of a recording to a live system
         ),
     ] = None
+    trace_url: Annotated[
+        str,
+        Option(metavar="URL", help="Address of a trace, to which requests link: http://jaeger:16686/trace/{trace_id}."),
+    ] = ""
     cache_dir: Annotated[
         Path | None,
         Option(help="Folder for the catalog. Default: the folder of LOG; with --kafka, the user's cache folder."),

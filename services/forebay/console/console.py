@@ -142,6 +142,7 @@ class ConsoleInfo(msgspec.Struct, frozen=True, kw_only=True):
     can_act: bool
     policies: list[str]
     fields: tuple[str, ...]
+    trace_url: str
     state: CatalogState
 
 
@@ -190,6 +191,7 @@ class Console:
             can_act=settings.can_act,
             policies=[*BUILT_IN, *settings.source.policies],
             fields=settings.fields,
+            trace_url=settings.trace_url,
             state=await self.catalog.state(),
         )
 

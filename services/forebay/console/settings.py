@@ -17,6 +17,7 @@ class ConsoleSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: name of the log for people: the path of a file, or namespace and address of Kafka.
         fields: paths of the router configuration that a what-if comparison can change.
+        trace_url: address of a trace, with `{trace_id}`; empty for none.
         ingress_url: address of an ingress with an admin API, which executes actions; empty if there is none.
     """
 
@@ -34,6 +35,7 @@ class ConsoleSettings(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     ingress_url: str
     fields: tuple[str, ...] = ()
+    trace_url: str = ""
 
     @property
     def is_live(self) -> bool:

@@ -5,6 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 from google.protobuf.message import DecodeError
@@ -18,6 +19,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from prometheus_client import CollectorRegistry, Counter
 
 from forebay.journal.traces import Attributes, Span, Trace
+from forebay.live.spans import SpanSettings
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +36,9 @@ class OtlpSender:
         problem: why the receiver does not accept spans at present; empty if it does.
     """
 
-    def __init__(self, url: str, namespace: str, registry: CollectorRegistry) -> None:
-        """`url` is that of traces, for example http://localhost:4318/v1/traces."""
-        self._url = url
+    def __init__(self, settings: SpanSettings, namespace: str, registry: CollectorRegistry) -> None:
+        self._url = settings.url
+        self._console_url = settings.console_url
         self._resource: Attributes = {"service.name": SERVICE, "service.namespace": namespace}
         self._client = httpx.AsyncClient(timeout=TIMEOUT_S)
         self.problem = ""
@@ -70,7 +72,7 @@ class OtlpSender:
 
     async def _post(self, traces: Sequence[Trace]) -> tuple[str, int, float]:
         """Send traces. Return why they were not accepted, the status, and the seconds that the receiver asks for."""
-        content = encoded(traces, self._resource)
+        content = encoded(traces, self._resource, self._console_url)
         try:
             response = await self._client.post(
                 self._url, content=content, headers={"content-type": "application/x-protobuf"}
@@ -97,14 +99,18 @@ def _partial_success(content: bytes) -> tuple[int, str]:
     return partial.rejected_spans, partial.error_message
 
 
-def encoded(traces: Sequence[Trace], resource: Attributes) -> bytes:
-    """Return an export request."""
+def encoded(traces: Sequence[Trace], resource: Attributes, console_url: str = "") -> bytes:
+    """Return an export request. The spans of requests link to the console, if there is one."""
     request = ExportTraceServiceRequest()
     of_resource = request.resource_spans.add()
     of_resource.resource.attributes.extend(_attributes(resource))
     scope = of_resource.scope_spans.add()
     scope.scope.name = SERVICE
-    scope.spans.extend(_message(trace, span) for trace in traces for span in trace.spans)
+    for trace in traces:
+        scope.spans.extend(_message(trace, span) for span in trace.spans)
+        if console_url:
+            link = f"{console_url}/#/requests/by-id?id={quote(trace.request_id, safe='')}"
+            scope.spans[-len(trace.spans)].attributes.add(key="forebay.console.url", value=_value(link))
     return bytes(request.SerializeToString())
 
 

@@ -18,7 +18,7 @@ async def exporting(
     log: Log, registry: CollectorRegistry, settings: SpanSettings, namespace: str
 ) -> AsyncIterator[SpanExporters]:
     """Yield exporters with open connections."""
-    sender = OtlpSender(settings.url, namespace, registry)
+    sender = OtlpSender(settings, namespace, registry)
     try:
         yield SpanExporters(log, registry, settings, sender.send)
     finally:

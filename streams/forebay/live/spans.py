@@ -35,6 +35,7 @@ class SpanSettings(msgspec.Struct, frozen=True):
     Attributes:
         url: address of the receiver, for traces.
         rate: share from 0 to 1. All exporters take the same traces, because the hash of a trace decides.
+        console_url: address of the console, to which the spans of requests link; empty for none.
         slow_s: duration in seconds from which all traces are exported; None for no such duration.
     """
 
@@ -42,6 +43,7 @@ class SpanSettings(msgspec.Struct, frozen=True):
     rate: float = 1.0
     slow_s: float | None = None
     tenants: frozenset[str] = frozenset()
+    console_url: str = ""
 
     def takes(self, trace: Trace) -> bool:
         root = trace.spans[0]

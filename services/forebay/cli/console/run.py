@@ -130,7 +130,16 @@ async def _settings_of(options: ConsoleCommand) -> ConsoleSettings:
         token=console_token(options.token_file),
         ingress_url=_checked_url(options.ingress),
         fields=tuple(FIELDS),
+        trace_url=_trace_url(options.trace_url),
     )
+
+
+def _trace_url(url: str) -> str:
+    if url and (urlsplit(url).scheme not in ("http", "https") or "{trace_id}" not in url):
+        fail(
+            f"--trace-url {url}: expected an address with {{trace_id}}, such as http://127.0.0.1:16686/trace/{{trace_id}}"
+        )
+    return url
 
 
 def _cache_dir(given: Path | None, *, is_file: bool) -> str | None:

@@ -293,6 +293,9 @@ class SpansOptions:
     otlp_tenant: Annotated[
         list[str] | None, Option(metavar="TENANT", help="Also export all traces of this tenant. Repeatable.")
     ] = None
+    otlp_console_url: Annotated[
+        str, Option(metavar="URL", help="Address of `forebay console`, to which the spans of requests link.")
+    ] = ""
 
     def settings(self) -> "SpanSettings | None":
         """Return the settings of the export; None without --otlp. Raises ConfigError if the URL is invalid."""
@@ -308,7 +311,9 @@ class SpansOptions:
         if not valid:
             raise ConfigError(f"--otlp {self.otlp}: expected http://host:port of a receiver, without a password")
         url = self.otlp if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1/traces"
-        return SpanSettings(url, self.otlp_sample, self.otlp_slow_s, frozenset(self.otlp_tenant or ()))
+        tenants = frozenset(self.otlp_tenant or ())
+        console_url = self.otlp_console_url.rstrip("/")
+        return SpanSettings(url, self.otlp_sample, self.otlp_slow_s, tenants, console_url)
 
 
 @dataclass(frozen=True, slots=True)

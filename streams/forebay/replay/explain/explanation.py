@@ -82,6 +82,7 @@ class Submission(ExplanationPart, frozen=True, kw_only=True):
         tenant: tenant that owns the API key of the request; empty for none.
         key_id: public id of this API key. Empty like `traceparent` if the log no longer holds the event.
         traceparent: trace context of the client, as in the header `traceparent` of W3C; empty for none.
+        trace_id: id of the request's trace (`forebay spans`); empty if the log no longer holds the event.
     """
 
     offset: int
@@ -99,6 +100,7 @@ class Submission(ExplanationPart, frozen=True, kw_only=True):
     tenant: str = ""
     key_id: str = ""
     traceparent: str = ""
+    trace_id: str = ""
 
 
 class RankState(ExplanationPart, frozen=True, kw_only=True):

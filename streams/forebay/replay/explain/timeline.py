@@ -45,6 +45,7 @@ from forebay.events.progress import (
 )
 from forebay.events.requests import RequestCancelled, RequestResumed, RequestSubmitted, RouteQueried
 from forebay.events.topics import DECISIONS, FLEET, PROGRESS, REQUESTS
+from forebay.events.trace_ids import trace_id_of
 from forebay.events.transfer import Prefilled
 from forebay.journal.reader import Step
 from forebay.replay.explain.decisions import excluded_ranks, routing_of, why_held
@@ -490,6 +491,7 @@ def submission_of(event: SubmissionEvent, offset: int, now_us: int | None) -> Su
         tenant=event.tenant,
         key_id=event.key_id,
         traceparent=event.traceparent,
+        trace_id=trace_id_of(event.request_id, event.reply_key, event.traceparent),
     )
 
 

@@ -142,7 +142,7 @@ export class View {
     updateBadge(this.#badge, explanation.state.replaceAll("_", " "));
     setText(this.#title, headline(explanation, endUs));
     this.#showNotes(explanation);
-    replace(this.#facts, factList(submissionFacts(explanation, this.#row)));
+    replace(this.#facts, factList(submissionFacts(explanation, this.#row, this.#context.info.trace_url)));
     this.#showCourse(explanation, endUs, moment.atUs);
     const parts = explanation.first_token?.parts_us;
     show(this.#ttft, parts && Object.keys(parts).length > 1 ? ttftParts(parts) : null);

@@ -1,5 +1,6 @@
 /** Sentences about one request, in the words of `forebay explain`. */
 
+import { h } from "../dom.js";
 import { counted, dateTime, duration, whole } from "../format.js";
 import { selectedName } from "../request_lanes.js";
 
@@ -51,10 +52,16 @@ function results(/** @type {Server.Ending} */ ending, /** @type {Server.FirstTok
 /**
  * Return facts about the submission as names and values.
  * row: null if it is unknown
+ * traceUrl: address of a trace with `{trace_id}`; empty for none
  */
-export function submissionFacts(/** @type {Server.Explanation} */ explanation, /** @type {Server.RequestRow | null} */ row) {
+export function submissionFacts(
+  /** @type {Server.Explanation} */ explanation,
+  /** @type {Server.RequestRow | null} */ row,
+  /** @type {string} */ traceUrl,
+) {
   const { submitted, first_token } = explanation;
   if (!submitted) return [];
+  /** @type {[string, string | Element][]} */
   const facts = [["Model", submitted.model]];
   const pools = new Set(explanation.routings.map((one) => one.pool));
   if (submitted.lora_name) facts.push(["Adapter", submitted.lora_name]);
@@ -70,6 +77,10 @@ export function submissionFacts(/** @type {Server.Explanation} */ explanation, /
   if (submitted.tenant) facts.push(["Tenant", submitted.tenant]);
   if (submitted.key_id) facts.push(["API key", submitted.key_id]);
   if (submitted.traceparent) facts.push(["Trace context", submitted.traceparent]);
+  if (submitted.trace_id && traceUrl) {
+    const href = traceUrl.replaceAll("{trace_id}", submitted.trace_id);
+    facts.push(["Trace", h("a", { href, target: "_blank", rel: "noreferrer" }, submitted.trace_id)]);
+  }
   const hints = Object.entries(submitted.hints).map(([name, value]) => `${name} ${valueText(value)}`);
   if (hints.length) facts.push(["Hints", hints.join(", ")]);
   facts.push(["Tie seed", submitted.tie_seed]);
