@@ -7,7 +7,7 @@ from hashlib import blake2b, sha256
 
 from forebay import runtime
 from forebay.events.keys import KeySet
-from forebay.ingress.key_file import KeyFile
+from forebay.ingress.key_file import KeyFile, read_keys
 from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Log
 from forebay.transport.keys import KeyBook
@@ -113,7 +113,7 @@ class ApiKeys(PlainKeys):
         """Use the keys of the file as it is now. If it is unusable, keep the previous keys, and log the reason once."""
         assert self._file is not None, "the ingress has a file of keys"
         try:
-            file = await runtime.offload(self._file.again)
+            file = await runtime.offload(read_keys, self._file.path)
             if self._admin_token in file.plain:
                 raise ConfigError(f"--api-key-file {file.path}: a key is the admin token; choose two different values")
         except ConfigError as error:
@@ -123,7 +123,7 @@ class ApiKeys(PlainKeys):
                 logger.warning("%s; the previous keys stay in use", error)
             return
         self._problem = ""
-        if file is not self._file:
+        if file != self._file:
             self._use(file)
             logger.info("read %d keys from %s", len(file.plain) + len(file.tenants), file.path)
 

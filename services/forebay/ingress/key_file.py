@@ -26,19 +26,13 @@ class KeyFile:
     """
 
     path: Path
-    text: str = field(repr=False)
     plain: tuple[str, ...] = field(repr=False)
     tenants: dict[bytes, KeySet]
-
-    def again(self) -> "KeyFile":
-        """Return the keys in the file now, this object if they are the same. Raises ConfigError as `read_keys`."""
-        text = _text(self.path)
-        return self if text == self.text else parse_keys(self.path, text)
 
 
 def read_keys(path: Path) -> KeyFile:
     """Return the keys in a file. Raises ConfigError if the file cannot be read, has no key or an invalid line."""
-    return parse_keys(path, _text(path))
+    return parse_keys(path, read_text(_where(path), path, FILE_BYTES_MAX + 1))
 
 
 def parse_keys(path: Path, text: str) -> KeyFile:
@@ -57,7 +51,7 @@ def parse_keys(path: Path, text: str) -> KeyFile:
             plain += require_keys(where, [line], f"line {number}")
     if not plain and not tenants:
         raise ConfigError(f"{where} has no key; write one per line, for example from `openssl rand -hex 32`")
-    return KeyFile(path, text, tuple(dict.fromkeys(plain)), tenants)
+    return KeyFile(path, tuple(dict.fromkeys(plain)), tenants)
 
 
 def require_keys(where: str, keys: Iterable[str], name: str = "") -> list[str]:
@@ -69,10 +63,6 @@ def require_keys(where: str, keys: Iterable[str], name: str = "") -> list[str]:
             problem = "invalid" if key else "empty"
             raise ConfigError(f"{where}: {name or f'key {number}'} is {problem}; {text}")
     return checked
-
-
-def _text(path: Path) -> str:
-    return read_text(_where(path), path, FILE_BYTES_MAX + 1)
 
 
 def _where(path: Path) -> str:
