@@ -207,3 +207,12 @@ class System:
 
 async def until_ended(system: System, name: str) -> None:
     await until(lambda: name in system.ends())
+
+
+async def take_snapshot(owner: Owner) -> None:
+    """Take a snapshot of the current state, and wait until it is complete. The owner must not run meanwhile."""
+    wanted = owner.snapshots.taken + 1 + owner.snapshots.sealed
+    while owner.snapshots.taken < wanted:
+        owner.snapshots.begin(owner.world)
+        await owner.turn(())
+        await owner.snapshots.settle()

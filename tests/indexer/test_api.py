@@ -34,7 +34,7 @@ from forebay.transport.directory import Directory
 from forebay.transport.models import ModelStore, stored_card
 from forebay.transport.sqlite.log import SqliteLog
 from tests.live.shared import background
-from tests.system import BLOCK, MODEL, System, until
+from tests.system import BLOCK, MODEL, System, take_snapshot, until
 
 CUSTOM = "mine.Policy"
 PROMPT = list(range(5 * BLOCK))
@@ -60,7 +60,7 @@ class Scene:
 
     async def current(self) -> None:
         """Let the replica read the journal up to an end after all earlier events."""
-        await self.owner.take_snapshot()
+        await take_snapshot(self.owner)
         await until(lambda: self.replica.problem is None and self.replica.position().journal_offset == self.end)
 
     @property

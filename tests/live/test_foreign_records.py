@@ -56,7 +56,7 @@ from tests.live.shared import (
     serve_unsealed,
     valid,
 )
-from tests.system import MODEL, SLOT, System, settings, submitted, until, until_ended
+from tests.system import MODEL, SLOT, System, settings, submitted, take_snapshot, until, until_ended
 
 BATCH = 4
 NAMES = [f"r{number}" for number in range(BATCH)]
@@ -258,7 +258,7 @@ async def test_a_stale_snapshot_is_not_used(log: SqliteLog) -> None:
         before = await newest_snapshot(log, 0, journal_end(log))
         shared.hook = claim_before_the_snapshot
         with pytest.raises(OwnershipLost):
-            await old.take_snapshot()
+            await take_snapshot(old)
         old.drop()
         assert len(system.decisions(SnapshotRecord)) == 2
         assert await newest_snapshot(log, 0, journal_end(log)) == before

@@ -36,7 +36,7 @@ from tests.depth import sampled
 from tests.harness.fake_runtime import FakeRuntime
 from tests.live.shared import followed, opened_one
 from tests.replay.mutations import rewrite_topic
-from tests.system import SLOT, System, settings, submitted, until
+from tests.system import SLOT, System, settings, submitted, take_snapshot, until
 
 PLACES = 150
 READ_MAX = 100_000
@@ -422,7 +422,7 @@ async def test_answers_are_kept_for_their_own_time(path: Path) -> None:
     """They are removed earlier only if the log is too large without its other old records."""
     async with owned(path) as (log, owner):
         await log.append([Draft(ANSWERS.name, number, b"answer") for number in (0, 1)])
-        await owner.take_snapshot()
+        await take_snapshot(owner)
         used, _ = log.bytes_used()
         await Retention(log, owner, 0, RetentionLimits(size_bytes=used * 3 // 4, age_s=3_600.0)).enforce()
         assert await log.begin(DECISIONS.name, 0) > 0
@@ -432,7 +432,7 @@ async def test_answers_are_kept_for_their_own_time(path: Path) -> None:
             await Retention(log, owner, 0, RetentionLimits(size_bytes=1 << 40)).enforce()
         assert log.starts() == {**starts, (ANSWERS.name, 0): 1, (ANSWERS.name, 1): 1}
         await log.append([Draft(ANSWERS.name, 0, b"answer")])
-        await owner.take_snapshot()
+        await take_snapshot(owner)
         await Retention(log, owner, 0, SMALL).enforce()
         assert await log.begin(ANSWERS.name, 0) == 2
 
@@ -444,7 +444,7 @@ async def test_the_responses_of_requests_of_other_groups_are_kept(path: Path) ->
         await log.append([Draft(TOKENS.name, 5, encode(TOKENS, _tokens(number))) for number in range(3)])
         waiting = submitted("waiting", [1, 2, 3], reply_slot=5, reply_from=1)
         await log.append([Draft(REQUESTS.name, 2, encode(REQUESTS, waiting))])
-        await owner.take_snapshot()
+        await take_snapshot(owner)
         retention, peer = Retention(log, owner, 0, SMALL), Retention(log, other, 2, SMALL)
         retention.peers = [peer]
         await retention.enforce()

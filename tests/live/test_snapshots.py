@@ -34,7 +34,7 @@ from tests.live.shared import (
     run_until_append,
     scenario,
 )
-from tests.system import System, settings, submitted, until, until_ended
+from tests.system import System, settings, submitted, take_snapshot, until, until_ended
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ async def test_the_index_is_frozen_for_the_garbage_collector_each_time_it_double
             stored = BlocksStored(worker_id="w0", worker_epoch=epoch, seq=seq, sequence_hashes=hashes)
             await log.append([Draft(KV_EVENTS.name, 0, encode(KV_EVENTS, stored))])
             await owner.turn()
-            await owner.take_snapshot()
+            await take_snapshot(owner)
         assert frozen == [100_000, 200_000]
         owner.drop()
         owner = Owner(log, system.leases, settings())

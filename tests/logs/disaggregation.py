@@ -9,6 +9,7 @@ from forebay.events.media import Media
 from forebay.events.topics import CONTROL
 from tests.logs.playing import mixed, scenario
 from tests.logs.stage import BLOCK, LEASE_US, MODEL, Stage, prompt
+from tests.system import take_snapshot
 
 DIGESTS = [sha256(b"%d" % number).hexdigest() for number in range(6)]
 ENCODERS = ("e0", "e1")
@@ -56,7 +57,7 @@ async def encode_stage() -> Stage:
         stage.workers[name].fails = 0
     stage.submit("cancelled", prompt(2, 3), media=(media(2),))
     await stage.settle()
-    await stage.owner.take_snapshot()
+    await take_snapshot(stage.owner)
     stage.cancel("cancelled")
     stage.submit("lost", prompt(2, 3), media=(media(3),))
     await stage.settle()
@@ -120,7 +121,7 @@ async def disaggregation_failures() -> Stage:
     """Failed prefills, failed transfers and lost workers of both pools are retried."""
     stage = await disaggregated(disagg=DisaggConfig(enforce=True))
     await fail(stage)
-    await stage.owner.take_snapshot()
+    await take_snapshot(stage.owner)
     await lose(stage)
     return stage
 

@@ -11,6 +11,7 @@ from forebay.live.owner.owner import OwnershipLost
 from forebay.transport.base import Draft
 from tests.logs.playing import FLEET, mixed, scenario
 from tests.logs.stage import Stage, prompt
+from tests.system import take_snapshot
 
 
 @scenario
@@ -205,7 +206,7 @@ async def snapshots() -> Stage:
         for number in range(10):
             stage.submit(f"long{life}-{number}", prompt(number, 4), max_tokens=20)
         await stage.play(3)
-        await stage.owner.take_snapshot()
+        await take_snapshot(stage.owner)
         stage.submit(f"long{life}-0", prompt(0, 4), max_tokens=20)
         await stage.play()
     return stage
@@ -267,7 +268,7 @@ async def commands() -> Stage:
     stage.command("late", "clear_kv_blocks", timeout_us=2_000_000)
     stage.command("pending", "load_lora", "math")
     await stage.play()
-    await stage.owner.take_snapshot()
+    await take_snapshot(stage.owner)
     await stage.begin()
     stage.workers["w0"].obeys = True
     await stage.pass_time(3.0)

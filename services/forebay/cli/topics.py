@@ -89,7 +89,7 @@ def run_acls(options: TopicsAclsCommand) -> None:
     if options.apply:
         click.echo(f"created {len(acls)} ACLs on {settings.bootstrap}")
     else:
-        print_table(("user", "resource", "name", "operation"), (one.described() for one in acls))
+        print_table(("user", "resource", "name", "operation"), acls)
 
 
 def _list_lags(source: Source, *, json: bool) -> None:

@@ -362,14 +362,6 @@ class Owner:
             rejected = () if self.admission is None else self.admission.rejected
             self._heartbeats.beat_as_owner(self.world, self.journal.end, rejected)
 
-    async def take_snapshot(self) -> None:
-        """Take a snapshot of the current state, and wait until it is complete. Must not be called during `run`."""
-        wanted = self.snapshots.taken + 1 + self.snapshots.sealed
-        while self.snapshots.taken < wanted:
-            self.snapshots.begin(self.world)
-            await self.turn(())
-            await self.snapshots.settle()
-
     def _apply_ready(
         self,
         topic: Topic,

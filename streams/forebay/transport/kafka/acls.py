@@ -5,7 +5,6 @@ processes on a broker with an authorizer.
 """
 
 from collections.abc import Mapping, Sequence
-from enum import IntEnum
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -64,24 +63,9 @@ ROLES: Mapping[str, Role] = {
 }
 
 
-class Resource(IntEnum):
-    """Kinds of resources, with their numbers in the protocol."""
-
-    TOPIC = 2
-    GROUP = 3
-    CLUSTER = 4
-
-
-class Operation(IntEnum):
-    """Operations, with their numbers in the protocol."""
-
-    READ = 3
-    WRITE = 4
-    CREATE = 5
-    DESCRIBE = 8
-    IDEMPOTENT_WRITE = 12
-
-
+# Numbers of the protocol.
+RESOURCES = {"topic": 2, "group": 3, "cluster": 4}
+OPERATIONS = {"read": 3, "write": 4, "create": 5, "describe": 8, "idempotent write": 12}
 LITERAL, PREFIXED = 3, 4
 ALLOW = 3
 ANY_HOST = "*"
@@ -91,23 +75,19 @@ class Acl(NamedTuple):
     """Permission of a Kafka user. A `*` at the end of the name stands for any rest of it."""
 
     user: str
-    resource: Resource
+    resource: str
     name: str
-    operation: Operation
-
-    def described(self) -> tuple[str, str, str, str]:
-        """Return user, resource, its name and the operation for display."""
-        return self.user, self.resource.name.lower(), self.name, self.operation.name.lower().replace("_", " ")
+    operation: str
 
 
 def acls_of(settings: KafkaSettings, role: Role, user: str) -> list[Acl]:
     """Return the ACLs that grant a role to a Kafka user."""
     grants = (
-        (Resource.TOPIC, "*", Operation.DESCRIBE),
-        (Resource.TOPIC, role.reads, Operation.READ),
-        (Resource.TOPIC, role.writes, Operation.WRITE),
-        (Resource.TOPIC, role.creates, Operation.CREATE),
-        (Resource.GROUP, role.groups, Operation.READ),
+        ("topic", "*", "describe"),
+        ("topic", role.reads, "read"),
+        ("topic", role.writes, "write"),
+        ("topic", role.creates, "create"),
+        ("group", role.groups, "read"),
     )
     found = [
         Acl(user, resource, settings.topic(name), operation)
@@ -116,7 +96,7 @@ def acls_of(settings: KafkaSettings, role: Role, user: str) -> list[Acl]:
     ]
     if not role.writes:
         # Every client gets the id of a producer when it connects. A broker gives it also to a user that may write.
-        found.append(Acl(user, Resource.CLUSTER, "kafka-cluster", Operation.IDEMPOTENT_WRITE))
+        found.append(Acl(user, "cluster", "kafka-cluster", "idempotent write"))
     return found
 
 
@@ -125,8 +105,9 @@ async def create_acls(settings: KafkaSettings, acls: Sequence[Acl]) -> None:
     admin = await connected_admin(settings)
     try:
         for acl in acls:
-            resource = (acl.resource, acl.name.removesuffix("*"), PREFIXED if acl.name.endswith("*") else LITERAL)
-            request = CreateAclsRequest(*resource, f"User:{acl.user}", ANY_HOST, acl.operation, ALLOW)
+            name, pattern = acl.name.removesuffix("*"), PREFIXED if acl.name.endswith("*") else LITERAL
+            resource, operation = RESOURCES[acl.resource], OPERATIONS[acl.operation]
+            request = CreateAclsRequest(resource, name, pattern, f"User:{acl.user}", ANY_HOST, operation, ALLOW)
             response = await admin._send_request(request)
             for code, _ in response.creation_responses:
                 if code:
