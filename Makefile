@@ -20,6 +20,8 @@ VENV_CLIENTS := .venv-clients
 READY_CLIENTS := $(VENV_CLIENTS)/.ready
 VENV_GATEWAY := .venv-gateway
 READY_GATEWAY := $(VENV_GATEWAY)/.ready
+VENV_CHART := .venv-chart
+READY_CHART := $(VENV_CHART)/.ready
 DENO := DENO_DIR=.tools/deno DENO_NO_UPDATE_CHECK=1 $(BIN)/deno
 UV := $$(command -v uv || echo .tools/bin/uv)
 COMPILE := pip compile --quiet --upgrade --generate-hashes --universal --no-emit-index-url --python-version 3.11
@@ -35,7 +37,7 @@ PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 REAL = --numprocesses 2 --dist loadfile
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines --ignore tests/clients
 
-.PHONY: help setup setup-engines setup-clients setup-gateway up test test-all explore fuzz fuzz-bugs test-kafka test-engines test-clients kafka kafka-stop demo-kafka demo-answers demo-gateway demo-indexer demo-ledger demo-tenants demo-upgrade demo-disagg demo-scaling demo-tiers demo-console lint type fmt mutations coverage bench \
+.PHONY: help setup setup-engines setup-clients setup-gateway up test test-all explore fuzz fuzz-bugs test-kafka test-engines test-clients kafka kafka-stop demo-kafka demo-answers demo-gateway demo-indexer demo-ledger demo-tenants demo-upgrade demo-disagg demo-scaling demo-tiers demo-console chart lint type fmt mutations coverage bench \
     schemas golden report-picture console-pictures lock lock-engines lock-clients resolve ci clean
 
 help: ## show this help
@@ -121,6 +123,10 @@ demo-tiers: $(READY) ## reuse KV from host memory, disks, a directory and a buck
 demo-console: $(READY) ## run demo-kafka, and look at it in the console (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/python -m tests.harness.demo_kafka --console 8100 $(ARGS)
 
+chart: $(READY) $(READY_CHART) ## check the Helm chart with helm, Kubernetes' schemas and checkov (Go)
+	@$(BIN)/python infra/helm/check.py
+	@$(BIN)/pytest --quiet tests/infra/test_chart.py
+
 lint: $(READY) ## check style, import layers, spelling and the types of the console's page
 	@$(BIN)/ruff check --quiet --output-format concise
 	@$(BIN)/ruff format --check --quiet
@@ -168,6 +174,7 @@ lock: $(READY) lock-engines lock-clients ## update all locked requirements, with
 	@$(UV) $(COMPILE) --extra indexer --extra kubernetes --extra planner --group dev pyproject.toml -o requirements/base.txt
 	@$(UV) $(COMPILE) requirements/nixl.in --override requirements/nixl-overrides.txt -o requirements/nixl.txt
 	@$(UV) $(COMPILE) requirements/gateway.in -o requirements/gateway.txt
+	@$(UV) $(COMPILE) requirements/chart.in -o requirements/chart.txt
 
 lock-engines: $(READY) ## update the locked requirements of .venv-engines, with hashes
 	@$(UV) $(COMPILE) --extra indexer --group build --group test pyproject.toml requirements/engines.in \
@@ -191,7 +198,7 @@ ci: ## run all CI checks
 	@.ci/run
 
 clean: ## remove everything that make targets built
-	@rm -rf $(VENV) $(VENV_ENGINES) $(VENV_CLIENTS) $(VENV_GATEWAY) .tools .kafka/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz .import_linter_cache .coverage htmlcov dist
+	@rm -rf $(VENV) $(VENV_ENGINES) $(VENV_CLIENTS) $(VENV_GATEWAY) $(VENV_CHART) .tools .kafka/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz .import_linter_cache .coverage htmlcov dist
 	@find $(SOURCES) infra tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): requirements/base.txt requirements/nixl.txt pyproject.toml
@@ -234,4 +241,10 @@ $(READY_GATEWAY): $(READY) requirements/gateway.txt
 	@echo 'setup-gateway: building $(VENV_GATEWAY), once'
 	@[ -x $(VENV_GATEWAY)/bin/python ] || $(UV) venv --quiet --python $(BIN)/python $(VENV_GATEWAY)
 	@$(UV) pip sync --quiet --require-hashes --python $(VENV_GATEWAY)/bin/python requirements/gateway.txt
+	@touch $@
+
+$(READY_CHART): $(READY) requirements/chart.txt
+	@echo 'chart: building $(VENV_CHART), once'
+	@[ -x $(VENV_CHART)/bin/python ] || $(UV) venv --quiet --python $(BIN)/python $(VENV_CHART)
+	@$(UV) pip sync --quiet --require-hashes --python $(VENV_CHART)/bin/python requirements/chart.txt
 	@touch $@
