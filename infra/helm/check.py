@@ -22,7 +22,6 @@ HELM = ROOT / ".tools/bin/helm"
 HELM_MODULE = "helm.sh/helm/v3/cmd/helm@v3.22.0"
 PROGRAMS = ROOT / ".venv-chart/bin"
 KUBERNETES = ("1.30", "1.33", "1.37")  # the oldest version of the chart, to the newest with schemas
-RELEASE: tuple[str | Path, ...] = ("forebay", CHART, "--namespace", "serving")
 
 # Modules of Go that contain definitions of custom resources. The modules of InferencePool and LeaderWorkerSet could not
 # be downloaded, so these two kinds are not checked.
@@ -66,21 +65,18 @@ def install_helm() -> None:
 
 
 def renderings(folder: Path) -> Iterator[Path]:
-    """Lint the chart with each values file, and write the objects of each Kubernetes version into a file."""
+    """Lint the chart with each values file. Write and check its objects for an installation and an upgrade."""
     for values in sorted(CHART.glob("values-*.yaml")):
         run(HELM, "lint", "--strict", CHART, "--values", values, "--kube-version", KUBERNETES[-1])
         for version in KUBERNETES:
-            for mode in ("", "upgrade"):
-                path = folder / f"{values.stem.removeprefix('values-')}-{version}{mode and f'-{mode}'}.yaml"
-                options = ["--values", values, "--kube-version", version, *(["--is-upgrade"] if mode else [])]
-                path.write_text(run(HELM, "template", *RELEASE, *options))
+            for mode in ((), ("--is-upgrade",)):
+                path = folder / f"{values.stem}-{version}{''.join(mode)}.yaml"
+                options = ("--values", values, "--kube-version", version, *mode)
+                path.write_text(run(HELM, "template", "forebay", CHART, "--namespace", "serving", *options))
                 found = run(PROGRAMS / "kubernetes-validate", "--strict", "-k", version, path)
-                if (
-                    unknown := set(re.findall(r"schema for kind (\w+)", found))
-                    - DEFINITIONS.keys()
-                    - WITHOUT_DEFINITION
-                ):
-                    sys.exit(f"{path.name}: no schema of {unknown}")
+                without = set(re.findall(r"schema for kind (\w+)", found))
+                if unknown := without - DEFINITIONS.keys() - WITHOUT_DEFINITION:
+                    sys.exit(f"{path.name}: no schema for {', '.join(unknown)}")
                 yield path
 
 
