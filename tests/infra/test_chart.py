@@ -91,6 +91,11 @@ def test_values_files_are_valid(name: str) -> None:
     assert [f"{fault.json_path}: {fault.message}" for fault in Draft7Validator(schema).iter_errors(load(name))] == []
 
 
+def test_each_role_is_in_an_example() -> None:
+    roles = [load(name)["roles"] for name in EXAMPLES]
+    assert [role for role in roles[0] if not any(one[role]["enabled"] for one in roles)] == []
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_options_are_those_of_the_command_line(name: str) -> None:
     for process, settings in processes(load(name)).items():
