@@ -11,15 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.events.codec import decode
 from forebay.events.decisions import RequestRouted
 from forebay.events.fleet import OwnershipAnnounced, WorkerLost
 from forebay.events.progress import FirstTokenEmitted, PrefillFinished, RequestFinished
 from forebay.events.requests import RequestCancelled
-from forebay.events.topics import DECISIONS
+from forebay.events.topics import DECISIONS, REQUESTS
 from forebay.journal.folds import begin_of
 from forebay.journal.traces import Span, Trace, TraceReader
 from forebay.transport.sqlite.log import SqliteLog
-from tests.core.worlds import PROMPTS
+from tests.core.worlds import PROMPTS, request
 from tests.logs import recordings
 from tests.logs.own_policy import CUSTOM
 from tests.replay.owner_histories import dense_history, log_with, owner_histories, played
@@ -101,6 +102,7 @@ async def traces_by_id(made: Recorder) -> dict[str, Trace]:
     with closing(await made.log()) as log:
         traces = await traces_of(log)
         check_shape(traces)
+        assert await traces_of(log, range(len(made.journal))) == traces
         return {trace.request_id: trace for trace in traces}
 
 
@@ -141,19 +143,21 @@ async def test_a_trace_shows_the_work_of_each_attempt_with_the_reported_transfer
 
 async def test_a_lost_worker_ends_its_attempt_and_a_stale_loss_does_not() -> None:
     made = fleet("a", "b")
+    made("fleet", OwnershipAnnounced(owner_epoch=3))
+    made.seal()
     made.ask("r", PROMPTS[0])
     first = made.world.requests.get("r")
     assert first is not None
     worker = first.worker_id
     lost = WorkerLost(owner_epoch=0, worker_id=worker, worker_epoch=first.worker_epoch)
-    made("fleet", OwnershipAnnounced(owner_epoch=3))
     made("fleet", lost)
+    made.seal()
     made("fleet", msgspec.structs.replace(lost, owner_epoch=3), 50)
     made.progress("r", RequestFinished, 1_000, finish_reason="stop")
     trace = (await traces_by_id(made))["r"]
     one, two = named(trace, "attempt")
     assert (one.error, two.error, two.linked_id) == ("worker_lost", "", one.span_id)
-    assert (one.attributes["forebay.worker.id"], one.end_us - one.begin_us) == (worker, 70)
+    assert (one.attributes["forebay.worker.id"], one.end_us - one.begin_us) == (worker, 60)
     assert two.begin_us == one.end_us
     assert not trace.spans[0].error
 
@@ -225,3 +229,37 @@ async def test_more_requests_than_an_owner_has_in_flight_are_counted(monkeypatch
         reader = TraceReader(log, 0, await begin_of(log, 0), 0)
         await reader.read(await log.end(DECISIONS.name, 0))
     assert reader.fold.overflowed == 1
+
+
+async def test_a_submission_without_a_decision_does_not_keep_the_position_back() -> None:
+    made = fleet("a")
+    made.ask("r", PROMPTS[0])
+    made("requests", request("r", PROMPTS[0]))  # the owner ignores the repetition
+    made.seal()
+    made.progress("r", RequestFinished, finish_reason="stop")
+    made.seal()
+    with closing(await made.log()) as log:
+        end = await log.end(DECISIONS.name, 0)
+        reader = TraceReader(log, 0, await begin_of(log, 0), 0)
+        await reader.read(end)
+        assert (reader.next_begin().journal_offset, len(reader.fold.traces)) == (end, 1)
+
+
+async def test_a_submission_keeps_the_position_back_until_the_records_of_its_event_end() -> None:
+    made = fleet("a")
+    made.ask("r", PROMPTS[0])
+    with closing(await made.log()) as log:
+        begin = await begin_of(log, 0)
+    fold = TraceReader(log, 0, begin, 0).fold
+    submitted = decode(REQUESTS, next(draft.value for draft in made.drafts if draft.topic == REQUESTS.name))
+    other = next(record for record in made.journal if isinstance(record, RequestRouted))
+    fold.begin_record(1, has_events=True)
+    fold.apply_event(submitted, 0, begin)
+    fold.apply_record(msgspec.structs.replace(other, request_id="other"))
+    assert fold.oldest() == begin, "the decision about it may be the next record"
+    fold.begin_record(2, has_events=False)
+    fold.apply_record(other)
+    assert fold.oldest() == begin
+    fold.begin_record(3, has_events=True)
+    fold.apply_event(submitted, 0, begin)
+    assert fold.oldest() == begin
