@@ -235,6 +235,15 @@ async def test_a_trace_that_the_receiver_cannot_use_does_not_stop_the_others(cap
     assert f"rejects the trace {trace(3).trace_id}: status 400" in caplog.text
 
 
+async def test_times_that_no_clock_has_do_not_stop_the_export() -> None:
+    late = trace(1, us=1 << 70)
+    early = replace(trace(2), spans=(replace(trace(2).spans[0], begin_us=-5),))
+    receiver, _ = await sent([late, early])
+    ends = {key: next(iter(spans.values())) for key, spans in receiver.traces.items()}
+    assert ends[late.trace_id].end_time_unix_nano == (1 << 64) - 1
+    assert ends[early.trace_id].start_time_unix_nano == 0
+
+
 async def test_a_partial_success_is_counted_and_not_repeated(caplog: pytest.LogCaptureFixture) -> None:
     receiver, metrics = await sent([trace(1), trace(2)], Reply(rejects=1))
     assert len(receiver.requests) == 1

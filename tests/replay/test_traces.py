@@ -17,6 +17,7 @@ from forebay.events.fleet import OwnershipAnnounced, WorkerLost
 from forebay.events.progress import FirstTokenEmitted, PrefillFinished, RequestFinished
 from forebay.events.requests import RequestCancelled
 from forebay.events.topics import DECISIONS, REQUESTS
+from forebay.events.trace_ids import attempt_context
 from forebay.journal.folds import begin_of
 from forebay.journal.traces import Span, Trace, TraceReader
 from forebay.transport.sqlite.log import SqliteLog
@@ -184,6 +185,16 @@ async def test_a_trace_continues_that_of_the_client() -> None:
     made.progress("r", RequestFinished, finish_reason="stop")
     trace = (await traces_by_id(made))["r"]
     assert (trace.trace_id, trace.spans[0].parent_id) == ("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
+
+
+async def test_an_invalid_trace_context_on_the_log_is_ignored() -> None:
+    made = fleet("a")
+    made.ask("r", PROMPTS[0], traceparent="not of W3C")
+    made.progress("r", RequestFinished, finish_reason="stop")
+    trace = (await traces_by_id(made))["r"]
+    assert (len(trace.trace_id), trace.spans[0].parent_id) == (32, "")
+    event = request("r", PROMPTS[0], traceparent="not of W3C")
+    assert attempt_context(event, 0, "aggregated", 1) == ""
 
 
 @pytest.mark.parametrize(("is_complete", "state", "reasons"), [(True, "finished", ["stop"]), (False, "aborted", None)])

@@ -3,16 +3,21 @@
 So every process knows the ids without asking another one, and a span that is exported twice has the same id.
 """
 
+import re
 from typing import NamedTuple
 
 from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
 from forebay.events.requests import RequestSubmitted
 
+# W3C Trace Context, version 00, or a later version without further fields.
+TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-((?!0{32})[0-9a-f]{32})-((?!0{16})[0-9a-f]{16})-[0-9a-f]{2}")
+
 
 def trace_id_of(request_id: str, reply_key: int, traceparent: str) -> str:
     """Return the id of a request's trace: that of the client's trace context, if it sent one, otherwise a hash."""
-    return traceparent.split("-")[1] if traceparent else xxh3_128_hexdigest(f"{request_id}\0{reply_key}".encode())
+    context = TRACEPARENT.fullmatch(traceparent)
+    return xxh3_128_hexdigest(f"{request_id}\0{reply_key}".encode()) if context is None else context[1]
 
 
 class TraceIds(NamedTuple):
@@ -31,8 +36,8 @@ class TraceIds(NamedTuple):
     def of(cls, event: RequestSubmitted, offset: int) -> "TraceIds":
         """Return the ids of a request that was submitted at this offset."""
         trace = trace_id_of(event.request_id, event.reply_key, event.traceparent)
-        parent = event.traceparent.split("-")[2] if event.traceparent else ""
-        return cls(trace, parent, f"{event.request_id}\0{event.reply_key}\0{offset}")
+        context = TRACEPARENT.fullmatch(event.traceparent)
+        return cls(trace, "" if context is None else context[2], f"{event.request_id}\0{event.reply_key}\0{offset}")
 
     def span(self, name: str = "", attempt: int = 0) -> str:
         """Return the id of a span. The empty name stands for the whole request, that of a stage for its attempt."""
@@ -41,7 +46,6 @@ class TraceIds(NamedTuple):
 
 def attempt_context(event: RequestSubmitted, offset: int, stage: str, attempt: int) -> str:
     """Return the trace context for the engine of an attempt; empty if the client sent none."""
-    if not event.traceparent:
+    if not event.traceparent or not (ids := TraceIds.of(event, offset)).parent:
         return ""
-    ids = TraceIds.of(event, offset)
     return f"00-{ids.trace}-{ids.span(stage, attempt)}-{event.traceparent[-2:]}"

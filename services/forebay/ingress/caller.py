@@ -1,6 +1,5 @@
 """Who sent a request: the tenant and the rights of its API key. The log has this with the request."""
 
-import re
 from collections.abc import Iterable, MutableMapping
 from functools import lru_cache
 from hashlib import blake2b
@@ -12,12 +11,11 @@ from forebay.events.base import U64_BYTES
 from forebay.events.keys import KeySet
 from forebay.events.names import unknown_name
 from forebay.events.requests import RoutingHints
+from forebay.events.trace_ids import TRACEPARENT
 from forebay.ingress.access_log import add_fields, fields_of
 from forebay.ingress.errors import ApiError, invalid
 
 TRACE_HEADER = "traceparent"
-# W3C Trace Context, version 00, or a later version without further fields.
-TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 OF_TENANT = "tenant/"  # start of the cache namespaces of tenants
 _SCOPE_KEY = "forebay.caller"
 

@@ -123,12 +123,12 @@ def _message(trace: Trace, span: Span) -> SpanMessage:
         parent_span_id=bytes.fromhex(span.parent_id),
         name=span.name,
         kind=SpanMessage.SPAN_KIND_SERVER if is_root else SpanMessage.SPAN_KIND_INTERNAL,
-        start_time_unix_nano=span.begin_us * 1_000,
-        end_time_unix_nano=span.end_us * 1_000,
+        start_time_unix_nano=_nanoseconds(span.begin_us),
+        end_time_unix_nano=_nanoseconds(span.end_us),
         attributes=_attributes(span.attributes),
         events=[
             SpanMessage.Event(
-                time_unix_nano=event.at_us * 1_000, name=event.name, attributes=_attributes(event.attributes)
+                time_unix_nano=_nanoseconds(event.at_us), name=event.name, attributes=_attributes(event.attributes)
             )
             for event in span.events
         ],
@@ -138,6 +138,10 @@ def _message(trace: Trace, span: Span) -> SpanMessage:
     if span.error:
         message.status.CopyFrom(Status(code=Status.STATUS_CODE_ERROR, message=span.error))
     return message
+
+
+def _nanoseconds(us: int) -> int:
+    return min(max(us, 0) * 1_000, (1 << 64) - 1)  # a time on the log may be any number
 
 
 def _attributes(attributes: Attributes) -> list[KeyValue]:
