@@ -35,7 +35,8 @@ class Observed:
             if name not in active or kind != _kind(active[name]):
                 self._times[name].append((kind[0], begin_us, now_us))
                 del self._since[name]
-        for name in self._times.keys() - active.keys():
+        ended = self._times.keys() - active.keys()
+        for name in ended:
             self.found[name].append(sorted([*self._times.pop(name), ("end", now_us, now_us)]))
         for name in active.keys() - self._taken_up:
             self._times.setdefault(name, [])
@@ -44,9 +45,7 @@ class Observed:
         for record in decided:
             if isinstance(record, RequestRouted) and record.request_id in self._times:
                 self._times[record.request_id].append(("decision", now_us, now_us))
-            elif isinstance(record, RequestRejected | RequestRepeated) and not any(
-                ("end", now_us, now_us) in times for times in self.found[record.request_id][-1:]
-            ):
+            elif isinstance(record, RequestRejected | RequestRepeated) and record.request_id not in ended:
                 self.found[record.request_id].append([("end", now_us, now_us)])
 
     def times(self) -> dict[str, list[Times]]:
