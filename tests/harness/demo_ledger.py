@@ -1,10 +1,10 @@
 """`make demo-ledger`: the ledger equals what clients counted, to the token.
 
 Starts Kafka, Redis, two routers, three mock workers, an ingress and two writers of the ledger. Clients send requests
-and add up the `usage` of the responses. Meanwhile a writer, the owner and a worker are killed with SIGKILL in turn, and
-started again. At the end the routers stop as planned. Exits 1 unless the bill has exactly the requests and the tokens
-that the clients counted, `forebay bill verify` derives every record again without a difference, and every decision was
-derived equal.
+and add up the `usage` of the responses. They repeat failed requests with the same idempotency key. Meanwhile a writer,
+the owner and a worker are killed with SIGKILL in turn, and started again. At the end the routers stop as planned.
+Exits 1 unless the bill has exactly the requests and the tokens that the clients counted, `forebay bill verify` derives
+every record again without a difference, and every decision was derived equal.
 """
 
 import argparse
@@ -102,6 +102,7 @@ class Clients:
         body = {"model": GROUP, "prompt": prompt(number % PROMPTS), "max_tokens": 1 + number % 16, "ignore_eos": True}
         raw = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
+        head += f"Idempotency-Key: {number}\r\n"  # a request that failed may be on the log: run and count it once
         request = f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw
         while True:
             async with asyncio.timeout(TIMEOUT_S):
