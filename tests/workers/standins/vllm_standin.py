@@ -80,8 +80,10 @@ class AsyncLLM:
         lora_request: LoraAdapter | None = None,
         priority: int = 0,
         data_parallel_rank: int = 0,
+        trace_headers: dict[str, str] | None = None,
     ) -> AsyncIterator[Any]:
         assert priority == 0, "the policy is fcfs"
+        assert trace_headers is None, "the contract's requests have no trace context"
         lora, salt = "" if lora_request is None else lora_request.name, prompt.get("cache_salt", "")
         assert not lora or lora in self.loras
         tokens, rank = list(prompt["prompt_token_ids"]), data_parallel_rank
