@@ -218,6 +218,13 @@ class Cluster:
         self.begin(name, *arguments, program=program)
         return await self.finish(name, within_s=within_s)
 
+    async def printed(self, name: str, *arguments: str, within_s: float) -> str:
+        """Run a forebay command on this cluster and return its stdout. Raises ProcessError if it fails."""
+        code, out = await self.command(name, *arguments, *self.where, within_s=within_s)
+        if code:
+            raise ProcessError(f"{name} ended with code {code}: {tail(self.processes.folder / f'{name}.log')}")
+        return out
+
     def begin(self, name: str, *arguments: str, program: str = FOREBAY) -> None:
         """Start a forebay command that is expected to end by itself."""
         output = self.processes.folder / f"{name}.out"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from infra.kafka.kafka import HOST, tail
+from infra.kafka.kafka import HOST
 from tests.benchmarks.http_load import Connection, connect
 from tests.harness.cluster import FOREBAY, GROUP, Cluster
 from tests.harness.demos import Demo, Place, Result
@@ -196,12 +196,7 @@ class Scene:
         return f"worker {name}"
 
     async def _bill(self, action: str, *arguments: str) -> str:
-        name = f"bill-{action}"
-        given = ("bill", action, *arguments, *self._cluster.where)
-        code, out = await self._cluster.command(name, *given, within_s=BILLED_WITHIN_S)
-        if code:
-            raise ProcessError(f"{name} ended with code {code}: {tail(self._cluster.processes.folder / f'{name}.log')}")
-        return out
+        return await self._cluster.printed(f"bill-{action}", "bill", action, *arguments, within_s=BILLED_WITHIN_S)
 
 
 async def outcome(cluster: Cluster, requests: int, kills: int) -> LedgerResult:

@@ -25,11 +25,9 @@ from typing import Any
 
 import httpx
 
-from infra.kafka.kafka import tail
 from tests.harness.cluster import GROUP, Cluster
 from tests.harness.demos import Demo, Place, Result
 from tests.harness.local import StoppableRedis, stoppable_redis
-from tests.harness.processes import ProcessError
 
 WORKERS = ("w1", "w2")
 SEQUENCES = 4  # of each worker
@@ -211,12 +209,7 @@ class Scene:
         return (await self._client.get(f"{url}/v1/models", headers=_headers(key))).status_code
 
     async def _keys(self, action: str, *arguments: str) -> str:
-        name = f"keys-{action}"
-        given = ("keys", action, *arguments, *self._cluster.where)
-        code, out = await self._cluster.command(name, *given, within_s=COMMAND_S)
-        if code:
-            raise ProcessError(f"{name} ended with code {code}: {tail(self._cluster.processes.folder / f'{name}.log')}")
-        return out
+        return await self._cluster.printed(f"keys-{action}", "keys", action, *arguments, within_s=COMMAND_S)
 
 
 def _headers(key: str) -> dict[str, str]:
