@@ -190,8 +190,8 @@ resolve: $(READY) ## check that every extra can be installed, except tensorrt-ll
 	for extra in $$extras; do \
 	    if [ $$extra = $(NOT_RESOLVED) ]; then continue; fi; \
 	    if count=$$($(UV) pip compile --quiet --no-header --no-annotate --extra $$extra pyproject.toml | wc -l); \
-	    then echo "resolve: forebay[$$extra] needs $$count packages"; \
-	    else echo "resolve: forebay[$$extra] has no solution" >&2; failed=1; fi; \
+	    then echo "resolve: the extra $$extra needs $$count packages"; \
+	    else echo "resolve: the extra $$extra has no solution" >&2; failed=1; fi; \
 	done; exit $$failed
 
 ci: ## run all CI checks

@@ -40,6 +40,15 @@ REGISTRY_HOSTS = re.compile(
 )
 
 
+# forebay is on no package index. `pip install PATH[fit]` installs an extra of a checkout or wheel.
+INDEX_INSTALLS = re.compile(
+    r"\bforebay\[[\w{}$.,-]+\](?!\w* @ )"
+    r"|\b(?:pipx?3?|uv|uv tool) (?:install|add|run)(?: --?\w[\w-]*(?:[ =](?!forebay\b)\S+)?)*"
+    r" forebay(?=[=<>~!]| (?!@)|$)"
+    r"|\buvx forebay\b"
+)
+
+
 def tracked_files() -> list[Path]:
     """Return the files that are, or would be, part of the repository."""
     if shutil.which("git") and (ROOT / ".git").exists():
@@ -344,6 +353,33 @@ def test_no_machine_paths() -> None:
 
 def test_no_registry_hosts() -> None:
     check(found_in_text(REGISTRY_HOSTS), "hosts of package registries")
+
+
+def index_installs(text: str) -> list[str]:
+    """Find commands in text, also those that continue on the next line or in the next literal."""
+    return [match[0] for match in INDEX_INSTALLS.finditer(re.sub(r"[\s\"'`\\]+", " ", text))]
+
+
+def test_nothing_recommends_to_install_forebay_from_a_package_index() -> None:
+    faults = [f"{shown(path)}: {found}" for path, text in text_files().items() for found in index_installs(text)]
+    check(faults, "nobody owns this name; see forebay.runtime.errors.install_command")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("pip install 'fore" + "bay[fit]'", True),
+        ("pip install\n    'fore" + "bay[{extra}]'.", True),
+        ('pip install"\n                " --upgrade \'fore' + "bay'", True),
+        ("uv pip install --python env/bin/python fore" + "bay==0.1", True),
+        ("needs the extra fore" + "bay[kv-tiers]", True),
+        ("pip install 'PATH[fit]'; pip install 'fore" + "bay[fit] @ file:///PATH/forebay-0.1.0.whl'", False),
+        ("pip install ./forebay-0.1.0-py3-none-any.whl, and response.forebay['worker']", False),
+        ("helm install forebay infra/helm/forebay", False),
+    ],
+)
+def test_installations_from_an_index_are_found(text: str, found: bool) -> None:
+    assert bool(index_installs(text)) is found
 
 
 @pytest.mark.parametrize(

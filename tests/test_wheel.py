@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from readme_renderer.markdown import render
 
+from forebay.runtime.errors import install_command
 from tests.certificates import original_environment
 from tests.cli.up import Up
 
@@ -71,7 +72,7 @@ def test_an_installed_wheel_serves_from_another_folder_and_names_missing_extras(
     (folder / "load.jsonl").write_text(json.dumps(row) + "\n")
     for extra, package, arguments in (("indexer", "faust", ["indexer"]), ("fit", "numpy", ["fit", "run.db"])):
         run = ran(programs / "forebay", *arguments, cwd=folder)
-        remedy = f"requires the package {package}; install it with: pip install 'forebay[{extra}]'\n"
+        remedy = f"requires the package {package}; install it with: {install_command(extra)}\n"
         assert (run.returncode, run.stderr.endswith(remedy), run.stderr.count("\n")) == (2, True, 1), run.stderr
     monkeypatch.chdir(folder)
     monkeypatch.delenv("PYTHONPATH", raising=False)

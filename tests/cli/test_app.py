@@ -18,7 +18,7 @@ from forebay.cli.common.command_class import SERVICE_OPTIONS, CliCommand
 from forebay.cli.common.config_file import SERVICES
 from forebay.cli.common.options import Number
 from forebay.processes.service import leases_at
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import ConfigError, install_command
 from tests.cli.in_process import error_of, forebay
 from tests.command_line import commands, options
 from tests.harness.local import free_ports
@@ -459,7 +459,7 @@ def test_a_missing_extra_is_named_in_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(extras, "find_spec", lambda _: None)
     run = forebay(*arguments)
-    remedy = f"requires the package {package}; install it with: pip install 'forebay[{extra}]'\n"
+    remedy = f"requires the package {package}; install it with: {install_command(extra)}\n"
     assert (run.returncode, run.stderr.endswith(remedy), run.stderr.count("\n")) == (2, True, 1), run.stderr
 
 

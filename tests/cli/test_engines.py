@@ -25,7 +25,7 @@ from forebay.ingress.model import DEFAULT_MODEL
 from forebay.processes import engines
 from forebay.processes.embedded_group import FAILURES_MAX, HEALTHY_S, PAUSE_S, PAUSE_S_MAX, EngineRestarts
 from forebay.processes.engines import EngineChoice, built, with_own_disk
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import ConfigError, install_command
 from forebay.workers.engine import EngineError
 from forebay.workers.engines.adapters import ADAPTERS, ENGINES, Adapter
 from forebay.workers.engines.engine_process import EngineProcess
@@ -145,7 +145,7 @@ def test_inconsistent_sizes_and_a_missing_package_are_rejected(monkeypatch: pyte
     monkeypatch.setitem(ADAPTERS, "sglang", Adapter("nowhere", "Nothing", ("no_such_package",)))
     with pytest.raises(ConfigError) as raised:
         built(choose("sglang"), "w", pool="p")
-    expected = "the sglang engine requires the package no_such_package; install it with: pip install 'forebay[sglang]'"
+    expected = f"the sglang engine requires the package no_such_package; install it with: {install_command('sglang')}"
     assert str(raised.value).startswith(expected)
 
 

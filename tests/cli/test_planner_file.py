@@ -14,6 +14,7 @@ from forebay.engine_model.timing import LinearTiming
 from forebay.events.scaling import DecodePoint, PlannerSettings, PoolScaling, PrefillPoint
 from forebay.planner.actuators.processes import KILL_AFTER_S, ProcessPool
 from forebay.processes.planner import KubernetesSettings, ProcessSettings
+from forebay.runtime.errors import install_command
 from tests.cli.in_process import error_of, forebay
 from tests.harness.stub_servers import KubernetesStub
 
@@ -300,7 +301,7 @@ def test_kubernetes_requires_its_extra(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(extras, "find_spec", lambda _: None)
     run = forebay("planner", "supervise", path)
     assert run.returncode == 2
-    assert run.stderr.endswith("install it with: pip install 'forebay[kubernetes]'\n")
+    assert run.stderr.endswith(f"install it with: {install_command('kubernetes')}\n")
 
 
 def test_an_unusable_kubeconfig_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

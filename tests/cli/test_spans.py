@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from forebay.cli.common import extras
+from forebay.runtime.errors import install_command
 from tests.cli.in_process import error_of
 from tests.cli.up import PATIENCE_S, running
 from tests.harness.otlp_receiver import OtlpReceiver, attributes_of
@@ -57,6 +58,6 @@ def test_a_missing_receiver_and_a_missing_package_are_errors(monkeypatch: pytest
         raise ModuleNotFoundError("No module named 'opentelemetry'")
 
     monkeypatch.setattr(extras, "find_spec", find_spec)
-    text = "requires the package opentelemetry.proto; install it with: pip install 'forebay[otlp]'"
+    text = f"requires the package opentelemetry.proto; install it with: {install_command('otlp')}"
     assert error_of("spans", "--otlp", "http://host") == f"forebay spans {text}"
     assert error_of("up", "--otlp", "http://host") == f"forebay up --otlp {text}"

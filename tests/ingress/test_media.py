@@ -322,7 +322,7 @@ async def test_without_pillow_images_are_rejected_with_the_install_command(
 ) -> None:
     content = png()
     monkeypatch.setitem(sys.modules, "PIL", None)
-    await rejects(scene, 501, r"install Pillow with pip install 'forebay\[media\]'", image(content))
+    await rejects(scene, 501, r"needs Pillow to decode images: pip install 'PATH\[media\]'", image(content))
     assert (await prepare(scene, video(MP4))).media
 
 

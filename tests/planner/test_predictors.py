@@ -144,5 +144,5 @@ def test_kalman_equals_the_equations_of_the_filter() -> None:
 def test_without_the_extra_the_error_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "forebay.planner.predictors.statistical")
     monkeypatch.setitem(sys.modules, "statsmodels.tsa.arima.model", None)
-    with pytest.raises(ConfigError, match=r"forebay\[planner\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'PATH\[planner\]'"):
         predictor(name)

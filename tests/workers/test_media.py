@@ -359,5 +359,5 @@ def test_standin_refuses_invalid_images(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("missing", ["numpy", "PIL.Image"])
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.setitem(__import__("sys").modules, missing, None)
-    with pytest.raises(EngineError, match=r"pip install 'forebay\[media\]'"):
+    with pytest.raises(EngineError, match=r"pip install 'PATH\[media\]'"):
         StandInEncoder().load()

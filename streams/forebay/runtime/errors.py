@@ -1,4 +1,4 @@
-"""The error of a service that cannot start or continue with what its user configured, and the cause of a group."""
+"""Errors about what a user configured or did not install, and the cause of a group."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,6 +6,11 @@ from contextlib import contextmanager
 
 class ConfigError(Exception):
     """An option or a configuration is invalid. The message is one line: what is wrong and what to do."""
+
+
+def install_command(extra: str) -> str:
+    """Return how to install an extra. forebay is on no package index, where others could take its name."""
+    return f"pip install 'PATH[{extra}]', where PATH is a checkout or wheel of forebay"
 
 
 def cause_of(error: BaseException, kind: type[Exception] = Exception) -> BaseException:

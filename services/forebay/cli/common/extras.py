@@ -3,13 +3,14 @@
 from importlib.util import find_spec
 
 from forebay.cli.common.errors import fail
+from forebay.runtime.errors import install_command
 
 
 def require_extra(extra: str, what: str, *packages: str) -> None:
     """Exit if packages of an extra are missing, without importing them. The error says that `what` needs them."""
     for package in packages:
         if not _is_installed(package):
-            fail(f"{what} requires the package {package}; install it with: pip install 'forebay[{extra}]'")
+            fail(f"{what} requires the package {package}; install it with: {install_command(extra)}")
 
 
 def _is_installed(package: str) -> bool:

@@ -410,8 +410,7 @@ class IngressCommand:
 class PickerCommand:
     """Run an external processor, by which Envoy sends each request to the server that the router selects.
 
-    All models are served whose workers represent servers (`forebay worker --upstream`). Requires gRPC: pip install
-    'forebay[picker]'.
+    All models are served whose workers represent servers (`forebay worker --upstream`). Requires the extra `picker`.
     """
 
     RUN: ClassVar = "processes.picker:run_picker"
@@ -468,7 +467,7 @@ class IndexerCommand:
     """Serve the prefix index and the load of all models of a distributed system to other programs.
 
     The indexer only reads the log, and nothing in serving depends on it. Several indexers share the models. Requires
-    Faust: pip install 'forebay[indexer]'.
+    the extra `indexer`.
     """
 
     RUN: ClassVar = "processes.indexer:run_indexer"
@@ -502,8 +501,7 @@ class LedgerCommand:
 class SpansCommand:
     """Export the spans of a distributed system from its log, to a receiver of OpenTelemetry.
 
-    It only reads the log, and appends its position to the topic `spans`. Requires opentelemetry-proto: pip install
-    'forebay[otlp]'.
+    It only reads the log, and appends its position to the topic `spans`. Requires the extra `otlp`.
     """
 
     RUN: ClassVar = "processes.spans:run_spans"

@@ -16,7 +16,7 @@ from forebay.ingress.model import DEFAULT_MODEL
 from forebay.processes.engines import EngineChoice
 from forebay.processes.model_source import directory_of, find_model
 from forebay.processes.names import adapters, names
-from forebay.runtime.errors import ConfigError, prefixed
+from forebay.runtime.errors import ConfigError, install_command, prefixed
 from forebay.simulate.field_descriptions import converted
 from forebay.simulate.profiles.profile import MOCKER, load_profile
 from forebay.workers.engines.adapters import ADAPTERS, ENGINES, MOCK
@@ -98,7 +98,7 @@ def _require_engine(engine: str, model: str | None) -> None:
     for package in ADAPTERS[engine].packages if engine in ADAPTERS else ():
         if find_spec(package) is None:
             raise ConfigError(
-                f"the {engine} engine requires the package {package}; install it with: pip install 'forebay[{engine}]'"
+                f"the {engine} engine requires the package {package}; install it with: {install_command(engine)}"
                 " (docs/install.md lists tested versions and requirements)"
             )
 

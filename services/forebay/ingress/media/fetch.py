@@ -26,6 +26,7 @@ from forebay import runtime
 from forebay.events.media import MEDIA_BYTES_MAX
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.media.tokens import FetchedMedia, MediaRef, MediaSettings
+from forebay.runtime.errors import install_command
 
 IMAGE_FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 MULTI_PICTURE = "MPO"  # as Pillow names a JPEG with further pictures, which many phones take; the first one counts
@@ -264,7 +265,7 @@ def _image(ref: MediaRef, content: bytes) -> str:
     try:
         from PIL import Image  # noqa: PLC0415 - an extra
     except ImportError as error:
-        text = f"{ref.where}: this ingress cannot decode images; install Pillow with pip install 'forebay[media]'"
+        text = f"{ref.where}: this ingress needs Pillow to decode images: {install_command('media')}"
         raise ApiError(501, "media_not_installed", text, ref.where) from error
     try:
         with Image.open(io.BytesIO(content), formats=tuple(IMAGE_FORMATS)) as image:

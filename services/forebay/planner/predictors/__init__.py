@@ -6,7 +6,7 @@ from importlib import import_module
 from forebay.core.scaling.virtual_planner import Forecast
 from forebay.events.names import unknown_name
 from forebay.events.scaling import DemandForecast, PoolDemand, PoolObserved, ScalingObserved
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import ConfigError, install_command
 
 Predict = Callable[[Sequence[float]], float]
 """Returns the next value of a series with at least one value, oldest first."""
@@ -80,8 +80,9 @@ def predictor(name: str) -> Forecast:
         package = (error.name or "").partition(".")[0]
         if package not in NEEDED_BY_EXTRA:
             raise
-        install = "install it with: pip install 'forebay[planner]'"
-        raise ConfigError(f"predictor {name!r} needs {package}; {install}") from error
+        raise ConfigError(
+            f"predictor {name!r} needs {package}; install it with: {install_command('planner')}"
+        ) from error
 
     def forecast(history: Sequence[ScalingObserved], observed: int) -> DemandForecast:
         return DemandForecast(predictor=name, observed=observed, pools=demand_of(history, predict))

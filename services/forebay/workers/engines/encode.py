@@ -24,6 +24,7 @@ from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.media import Encoded, Media
 from forebay.events.work import WorkItem
+from forebay.runtime.errors import install_command
 from forebay.workers.engine import AttemptFailed, EngineBatch, EngineError, EngineRefused, Failed, MediaEncoded, Publish
 from forebay.workers.kv_transfer.embeddings import ARENA_BYTES, LEASE_S, EmbeddingTransfer
 from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name, load_nixl
@@ -64,7 +65,7 @@ class StandInEncoder:
             import numpy  # noqa: F401, PLC0415 - an extra
             import PIL.Image  # noqa: F401, PLC0415 - an extra
         except ImportError as error:
-            text = f"the stand-in encoder needs numpy and Pillow ({error}): pip install 'forebay[media]'"
+            text = f"the stand-in encoder needs numpy and Pillow ({error}): {install_command('media')}"
             raise EngineError(text) from error
 
     def encode(self, media: Media) -> "Array":

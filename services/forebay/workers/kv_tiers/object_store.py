@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from forebay import runtime
-from forebay.runtime.errors import ConfigError
+from forebay.runtime.errors import ConfigError, install_command
 from forebay.workers.engine import EngineError, PackageMissing
 from forebay.workers.kv_tiers.block_format import PAYLOAD_OFFSET
 from forebay.workers.kv_tiers.block_store import (
@@ -83,10 +83,7 @@ class Bucket:
             from botocore.config import Config  # noqa: PLC0415
             from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
         except ImportError as error:
-            raise PackageMissing(
-                f"a store in a bucket requires the package boto3 ({error}); install it with: pip install"
-                " 'forebay[kv-tiers]'"
-            ) from error
+            raise PackageMissing(f"a store in a bucket needs boto3 ({error}): {install_command('kv-tiers')}") from error
         self.place = url
         self.name, self.prefix = parsed_bucket(url)
         config = Config(

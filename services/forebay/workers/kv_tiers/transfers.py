@@ -22,6 +22,7 @@ from forebay.events.kv import LowerTier
 from forebay.events.progress import OnboardedTokens
 from forebay.kv_tiers.costs import CostModel
 from forebay.kv_tiers.manager import Loading, TierManager, TierRun, Write
+from forebay.runtime.errors import install_command
 from forebay.workers.engine import PackageMissing
 from forebay.workers.kv_tiers.block_format import BAD_REASONS
 from forebay.workers.kv_tiers.block_store import BlockStore
@@ -68,7 +69,7 @@ class HostMemory:
         try:
             import numpy  # noqa: PLC0415 - an extra
         except ImportError:
-            raise PackageMissing("a host tier needs numpy: pip install forebay[kv-tiers]") from None
+            raise PackageMissing(f"a host tier needs numpy: {install_command('kv-tiers')}") from None
         self._numpy = numpy
         self._memory: Any = numpy.empty((blocks, block_bytes), numpy.uint8)
         self._free = list(range(blocks - 1, -1, -1))

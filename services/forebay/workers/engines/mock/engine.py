@@ -20,6 +20,7 @@ from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
+from forebay.runtime.errors import install_command
 from forebay.workers.engine import CacheChange, EngineError, EngineRefused, PackageMissing, Publish
 from forebay.workers.engines.encode import MediaUnusable, StandInEncoder
 from forebay.workers.engines.loras import LoraAdapter, Loras
@@ -84,9 +85,7 @@ class MockEngine:
             await self._open(spec)
         if self.tiers is not None:
             if find_spec("numpy") is None:
-                raise PackageMissing(
-                    "KV tiers require the package numpy; install it with: pip install 'forebay[kv-tiers]'"
-                )
+                raise PackageMissing(f"KV tiers need numpy: {install_command('kv-tiers')}")
             for rank in self.ranks.values():
                 await rank.open_tiers(self.tiers, spec, layout.block_bytes)
             managers = {number: tiers.manager for number, tiers in self._opened_tiers().items()}
