@@ -36,7 +36,6 @@ from forebay.transport.kafka.settings import KafkaSettings, KafkaUnusable
 from forebay.transport.kafka.topics import create_topics
 from forebay.transport.limits import LimitsUnavailable
 from forebay.transport.redis.leases import RedisLeases
-from forebay.transport.redis.limits import RedisLimits
 from infra.kafka.kafka import HOST, Broker, BrokerError, start, stop
 from tests.harness import fork_server
 from tests.harness.cluster import FOREBAY, PLAN, POOL, Cluster
@@ -340,9 +339,8 @@ async def test_an_expired_certificate_is_reported(security: Security) -> None:
         url = f"rediss://{HOST}:{port}/0?ssl_ca_certs={security.ca}"
         with pytest.raises(LeaseError, match="renew the certificate of Redis"):
             leases_at(url, "n").groups()
-        async with limits_of(url) as limits:
-            with pytest.raises(LimitsUnavailable, match="renew the certificate of Redis"):
-                await limits.beat("i1")
+        with pytest.raises(LimitsUnavailable, match="renew the certificate of Redis"):
+            await limits_at(url, "n").beat("i1")
 
 
 async def test_a_missing_permission_names_topic_and_operation(
@@ -373,17 +371,9 @@ async def test_a_redis_that_rejects_a_client_is_reported(security: Security) -> 
         with pytest.raises(LeaseError, match=text) as raised:
             leases_at(url, "n").groups()
         assert "\n" not in str(raised.value)
-        async with limits_of(url) as limits:
-            with pytest.raises(LimitsUnavailable, match=text) as unavailable:
-                await limits.beat("i1")
+        with pytest.raises(LimitsUnavailable, match=text) as unavailable:
+            await limits_at(url, "n").beat("i1")
         assert "\n" not in str(unavailable.value)
-
-
-@contextlib.asynccontextmanager
-async def limits_of(url: str) -> AsyncIterator[RedisLimits]:
-    limits = limits_at(url, "n")
-    yield limits
-    await limits.close()
 
 
 async def test_renewed_certificates_are_used_by_the_next_connection(security: Security) -> None:
@@ -396,19 +386,19 @@ async def test_renewed_certificates_are_used_by_the_next_connection(security: Se
     rejected, accepted = AIOKafkaProducer(**kafka), AIOKafkaProducer(**kafka)
     with redis.Redis.from_url(url) as client:
         leases = RedisLeases(client, "n")
-        async with limits_of(url) as limits:
-            with pytest.raises(LeaseError):
-                leases.groups()
-            with pytest.raises(LimitsUnavailable):
-                await limits.beat("i1")
-            with pytest.raises(KafkaConnectionError):
-                await rejected.start()
-            await rejected.stop()
-            ca.write_bytes(security.ca.read_bytes())
-            assert leases.groups() == []
-            assert (await limits.beat("i1"))[1] == 1
-            await accepted.start()
-            await accepted.stop()
+        limits = limits_at(url, "n")
+        with pytest.raises(LeaseError):
+            leases.groups()
+        with pytest.raises(LimitsUnavailable):
+            await limits.beat("i1")
+        with pytest.raises(KafkaConnectionError):
+            await rejected.start()
+        await rejected.stop()
+        ca.write_bytes(security.ca.read_bytes())
+        assert leases.groups() == []
+        assert (await limits.beat("i1"))[1] == 1
+        await accepted.start()
+        await accepted.stop()
 
 
 @pytest.mark.parametrize("topic", TOPICS)

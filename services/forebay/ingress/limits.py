@@ -5,14 +5,13 @@ and tokens in advance, and spends it within `CHUNK_S` without the store. A reque
 and gives back at its end what it has not used, with the next round trip. Every second the ingress reads the totals of
 the keys in use.
 
-Without the store an ingress counts alone: it admits a share of what its last totals left for the rest of the window,
-and later a share of the limit. An ingress that does not know the totals of a key admits a share of a tenth. When the
-store is back, the ingress writes what it counted, and still counts alone until the other ingresses have written, too.
+Without the store an ingress counts alone: it admits its share of what the last totals left, as far as they still count,
+and so at last a share of the limit. An ingress that does not know the totals of a key admits a share of a tenth. When
+the store is back, the ingress writes its counts, and still counts alone until the other ingresses have written, too.
 """
 
 import asyncio
 import logging
-import math
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 
@@ -22,14 +21,18 @@ from forebay.ingress.errors import ApiError
 from forebay.ingress.metrics import IngressMetrics
 from forebay.transport.limits import (
     DAY_S,
+    NOTHING,
     UNLIMITED,
     WINDOW_S,
+    AllCounts,
     Amounts,
     Ask,
-    KeyCounts,
+    Counts,
     LimitStore,
     LimitsUnavailable,
     Reply,
+    pack,
+    total,
 )
 
 CHUNK_S = 1.0
@@ -42,7 +45,6 @@ CURRENT_S = 3.0  # totals are read every second, so older ones may lack what oth
 RETURN_BEATS = 3  # until all ingresses have noticed that the store is back
 UNKNOWN_PARTS = 10  # without known totals, all ingresses together admit one of these parts of a limit
 RESET = b"%dm%ds" % divmod(WINDOW_S, 60)  # nothing that counts now counts later
-CHANGES_MAX = 256  # seconds with corrections per key; the oldest ones are joined
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +67,12 @@ def limits_of(event: KeySet | None) -> Amounts | None:
 class Reservation:
     """What a request counts for its key until `end`, which may be called again without effect."""
 
-    __slots__ = ("_alone", "_key", "_second", "_tokens", "is_open")
+    __slots__ = ("_key", "_second", "_tokens", "is_open")
 
-    def __init__(self, key: "_Key", tokens: int, second: int, alone: KeyCounts | None = None) -> None:
+    def __init__(self, key: "_Key", tokens: int, second: int) -> None:
         self._key = key
         self._tokens = tokens
         self._second = second
-        self._alone = alone
         self.is_open = True
         key.in_flight += 1
 
@@ -88,39 +89,6 @@ class Reservation:
             self.is_open = False
             self._key.in_flight -= 1
             self._key.correct(self._second, requests, tokens)
-            if self._alone is not None:
-                self._alone.add(self._second, requests, tokens)
-
-
-class _Alone:
-    """Counts of a key at this ingress since the store failed, and what was known of the key at that time."""
-
-    def __init__(self, key: "_Key", failed_s: float) -> None:
-        self.counts = KeyCounts()
-        self._known, self._read_s = key.reply.known, key.read_s
-        self._is_current = 0 <= failed_s - key.read_s < CURRENT_S
-        self._in_flight = key.in_flight
-        if not self._known.at_s:
-            self._known, self._read_s = self._known._replace(at_s=int(runtime.wall_s())), failed_s
-
-    def left(self, key: "_Key", now_s: float, ingresses: int) -> Amounts:
-        """Return what this ingress may still count alone."""
-        self.counts.advance(self._known.at_s + int(now_s - self._read_s))
-        counting = self._known.counting(self.counts.at_s)
-        used = self.counts.totals()._replace(in_flight=key.in_flight - self._in_flight * counting[-1])
-        left = []
-        for limit, total, counts, own in zip(key.limits, self._known.totals, counting, used, strict=True):
-            share = max(0, limit - total) if counts else limit
-            if counts and not self._is_current:
-                share = min(share, limit // UNKNOWN_PARTS)
-            left.append(share // ingresses - own)
-        return Amounts(*left)
-
-    def spend(self, key: "_Key", tokens: int) -> Reservation:
-        second = self.counts.at_s
-        self.counts.add(second, 1, tokens)
-        key.correct(second, 1, tokens)
-        return Reservation(key, tokens, second, self.counts)
 
 
 class _Key:
@@ -129,81 +97,105 @@ class _Key:
     Attributes:
         lock: held during a call of the store.
         in_flight: requests in flight.
-        read_s: time of `reply` on the monotonic clock.
-        alone: what was counted without the store; None while the store replies.
-        unconfirmed: call of the store without a reply, which must be repeated first.
+        counts: counts of this ingress. They are the truth, of which a store has a copy.
+        known: counts of all ingresses, as the store replied last before it failed.
     """
 
-    def __init__(self, limits: Amounts) -> None:
+    def __init__(self, limits: Amounts, ingress: str) -> None:
         self.limits = limits
         self.lock = asyncio.Lock()
         self.in_flight = 0
-        self.reply = Reply()
-        self.read_s = -math.inf
-        self.alone: _Alone | None = None
-        self.unconfirmed: Ask | None = None
+        self.counts = Counts()
+        self.known: AllCounts = {}
+        self._ingress = ingress
+        self._totals = NOTHING  # of `known`
+        self._read_s = runtime.monotonic_s()  # time of `known`; so is `_second` on the store's clock
+        self._second = int(runtime.wall_s())
         self._requests = self._tokens = 0  # granted and not spent
-        self._sequence = 0
-        self._changes: dict[int, tuple[int, int]] = {}
+        self._written = 0  # version of `counts` that the store has
 
     def spend(self, tokens: int, now_s: float) -> Reservation | None:
         """Return the reservation of a request from what the store has granted, None if that is not enough."""
-        is_granted = now_s < self.read_s + CHUNK_S and self._requests and tokens <= self._tokens
-        if not is_granted or self.in_flight >= self.reply.slots:
+        is_granted = now_s < self._read_s + CHUNK_S and self._requests and tokens <= self._tokens
+        if not is_granted or self.in_flight >= self.counts.slots:
             return None
         self._requests -= 1
         self._tokens -= tokens
-        return Reservation(self, tokens, self.reply.granted_s)
+        return Reservation(self, tokens, self._second)
+
+    def spend_alone(self, tokens: int) -> Reservation:
+        """Return the reservation of a request that no store has granted."""
+        second = self.counts.at_s
+        self.correct(second, 1, tokens)
+        return Reservation(self, tokens, second)
 
     def left(self) -> Amounts:
         """Return what the last reply of the store left, with what it granted to this ingress."""
-        mine = (self._requests, self._tokens, self._tokens, self._tokens, self.reply.slots - self.in_flight)
-        totals = self.reply.known.totals
-        return Amounts(*(limit - total + own for limit, total, own in zip(self.limits, totals, mine, strict=True)))
+        mine = (self._requests, self._tokens, self._tokens, self._tokens, self.counts.slots - self.in_flight)
+        return Amounts(*(limit + own for limit, own in zip(self.limits.minus(self._totals), mine, strict=True)))
+
+    def left_alone(self, failed_s: float, ingresses: int) -> Amounts:
+        """Return what this ingress may count without the store, which failed at that time."""
+        now_s = runtime.monotonic_s()
+        for one in (self.counts, *self.known.values()):
+            one.advance(self._second + int(now_s - self._read_s))
+        shares = self.limits.minus(total(self.known.values()))
+        if not self.known or failed_s - self._read_s >= CURRENT_S:
+            unknown = Amounts(*(limit // UNKNOWN_PARTS for limit in self.limits))
+            if now_s >= failed_s + WINDOW_S:  # nothing that was unknown counts per minute any more
+                unknown = Amounts(day=unknown.day, month=unknown.month)
+            shares = Amounts(*map(min, shares, unknown))
+        read = total([self.known[self._ingress]]) if self.known else NOTHING
+        own = self.counts.totals()._replace(in_flight=self.in_flight).minus(read)
+        return Amounts(*(max(0, share) // ingresses for share in shares)).minus(own)
+
+    def first_s(self) -> int:
+        """Return the oldest second that counts in the window."""
+        windows = [one.window for one in (self.counts, *self.known.values())]
+        return min((second for window in windows for second in window), default=self.counts.at_s)
 
     def is_short(self, tokens: int, now_s: float) -> bool:
         """Return whether the last reply is so new that it also rejects another request."""
-        return now_s - self.read_s < REJECT_S and not self._changes and not self.left().allow(tokens)
+        return now_s - self._read_s < REJECT_S and not self.is_changed and not self.left().allow(tokens)
 
     @property
-    def is_idle(self) -> bool:
-        return not (self.in_flight or self._changes or self.unconfirmed)
+    def is_changed(self) -> bool:
+        """Whether the store lacks a change of the counts."""
+        return self.counts.version != self._written
 
-    def ask(self, key_id: str, ingress: str, tokens: int | None) -> Ask:
-        """Return the next call of the store, for a request with these tokens or for none. Repeat one without a reply.
+    def ask(self, key_id: str, tokens: int | None) -> Ask:
+        """Return a call of the store, for a request with these tokens or for none.
 
         What is granted and not spent is given back.
         """
-        if self.unconfirmed is not None:
-            return self.unconfirmed
-        self.correct(self.reply.granted_s, -self._requests, -self._tokens)
+        self.correct(self._second, -self._requests, -self._tokens)
         self._requests = self._tokens = 0
+        self.counts.version += 1
+        packed = pack({**self.known, self._ingress: self.counts})
         limits, requests, slots = self.limits, 0, self.in_flight
         if tokens is not None:
             slots += _chunk(1, limits.in_flight)
             requests, tokens = _chunk(1, limits.requests), _chunk(tokens, limits.tokens_max)
-        self._sequence += 1
-        changes = tuple((second, *amounts) for second, amounts in self._changes.items())
-        self._changes = {}
-        amounts = requests, tokens or 0, self.in_flight, slots, changes
-        self.unconfirmed = Ask(key_id, ingress, self._sequence, limits, self.reply.known, *amounts)
-        return self.unconfirmed
+        return Ask(key_id, self._ingress, limits, packed, requests, tokens or 0, self.in_flight, slots)
 
-    def take(self, reply: Reply, began_s: float) -> None:
-        """Take the reply of a call that began at this time."""
-        self.unconfirmed = None
-        self.reply, self.read_s = reply, began_s
+    def take(self, reply: Reply, began_s: float, *, is_alone: bool) -> None:
+        """Take the reply of a call that began at this time. While it counts alone, keep the counts from before."""
+        mine = reply.counts[self._ingress]
+        self._written = mine.version
+        if is_alone:
+            return
+        self.known, self._totals = reply.counts, total(reply.counts.values())
+        self._read_s, self._second = began_s, reply.at_s
         self._requests, self._tokens = reply.requests, reply.tokens
+        self.counts.advance(reply.at_s)
+        self.counts.add(reply.at_s, reply.requests, reply.tokens)
+        self.counts.slots = mine.slots
 
     def correct(self, second: int, requests: int, tokens: int) -> None:
-        """Change what the store counts for a second of its clock, with the next call."""
-        if not requests and not tokens:
-            return
-        had = self._changes.get(second, (0, 0))
-        self._changes[second] = (had[0] + requests, had[1] + tokens)
-        if len(self._changes) > CHANGES_MAX:
-            first, second = sorted(self._changes)[:2]
-            self.correct(second, *self._changes.pop(first))
+        """Change the counts for a second of the store's clock."""
+        if requests or tokens:
+            self.counts.add(second, requests, tokens)
+            self.counts.version += 1
 
 
 class LimitsOfKeys:
@@ -241,11 +233,9 @@ class LimitsOfKeys:
         if (found := await self._spend(key, event.key_id, tokens)) is not None:
             return found
         left = self._left(key)
-        if key.alone is None:
-            raise _shortage(limits, left, tokens, key.reply.known.at_s, key.reply.first_s)
-        if not left.allow(tokens):
-            raise _shortage(limits, left, tokens, key.alone.counts.at_s, key.alone.counts.first_s)
-        return key.alone.spend(key, tokens)
+        if self._failed_s is None or not left.allow(tokens):
+            raise _shortage(limits, left, tokens, key.counts.at_s, key.first_s())
+        return key.spend_alone(tokens)
 
     async def _spend(self, key: _Key, key_id: str, tokens: int) -> Reservation | None:
         """Return the reservation of a request, None if the store does not grant enough or fails."""
@@ -261,30 +251,25 @@ class LimitsOfKeys:
     def _key(self, event: KeySet, limits: Amounts) -> _Key:
         key = self._keys.get(event.key_id)
         if key is None:
-            key = self._keys[event.key_id] = _Key(limits)
+            key = self._keys[event.key_id] = _Key(limits, self._ingress)
         key.limits = limits
         return key
 
     def _left(self, key: _Key) -> Amounts:
         """Return what is left of the limits of a key at this ingress."""
-        if self._failed_s is None:
-            return key.left()
-        if key.alone is None:
-            key.alone = _Alone(key, self._failed_s)
-        return key.alone.left(key, runtime.monotonic_s(), self._ingresses)
+        return key.left() if self._failed_s is None else key.left_alone(self._failed_s, self._ingresses)
 
     async def _call(self, key: _Key, key_id: str, tokens: int | None = None) -> None:
-        """Call the store for a key; first repeat a call without a reply."""
+        """Call the store for a key."""
         self._in_use.add(key_id)
-        for _ in range(2 if key.unconfirmed else 1):
-            began_s = runtime.monotonic_s()
-            try:
-                async with asyncio.timeout(ANSWER_S):
-                    reply = await self._store.take(key.ask(key_id, self._ingress, tokens))
-            except (TimeoutError, LimitsUnavailable) as error:
-                self._fail(error)
-                return
-            key.take(reply, began_s)
+        began_s = runtime.monotonic_s()
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                reply = await self._store.take(key.ask(key_id, tokens))
+        except (TimeoutError, LimitsUnavailable) as error:
+            self._fail(error)
+        else:
+            key.take(reply, began_s, is_alone=self._failed_s is not None)
 
     def _fail(self, error: Exception) -> None:
         self._returned = 0
@@ -295,12 +280,9 @@ class LimitsOfKeys:
 
     async def run(self) -> None:
         """Read the totals of keys in use every second, until cancelled."""
-        try:
-            while True:
-                await asyncio.sleep(BEAT_S)
-                await self.beat()
-        finally:
-            await self._store.close()
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await self.beat()
 
     async def beat(self) -> None:
         """Read the totals of keys in use. If the store has failed or begun again, write those of all keys."""
@@ -320,12 +302,10 @@ class LimitsOfKeys:
                 await self._call(key, key_id)
             if not self._returned:  # the store has failed again
                 return
-            if key.is_idle:
+            if not key.in_flight and not key.is_changed:
                 self._in_use.discard(key_id)
         if self._failed_s is not None and self._returned >= RETURN_BEATS:
             self._failed_s = None
-            for key in self._keys.values():
-                key.alone = None
             logger.warning("limits of API keys are counted by Redis again")
 
     def headers(self, event: KeySet) -> list[tuple[bytes, bytes]]:

@@ -118,7 +118,7 @@ class RedisLeases:
     def __init__(self, client: redis.Redis, namespace: str = "forebay", kind: LeaseKind = "worker") -> None:
         assert not client.get_encoder().decode_responses, "payloads are bytes"
         # Ingresses have keys of their own, because the lease of an ingress must not cause the placement of a group.
-        self._prefix = _escape(namespace) + (":" if kind == "worker" else f":{kind}-")
+        self._prefix = escape(namespace) + (":" if kind == "worker" else f":{kind}-")
         self._acquire = client.register_script(_ACQUIRE)
         self._renew = client.register_script(_RENEW)
         self._release = client.register_script(_RELEASE)
@@ -129,24 +129,24 @@ class RedisLeases:
 
     def acquire(self, group: str, worker_id: str, token: str, payload: bytes, ttl_ms: int) -> None:
         assert ttl_ms >= 1
-        with _lease_errors():
-            args: list[str | int | bytes] = [_escape(worker_id), _escape(group), token, ttl_ms, payload]
+        with redis_errors(LeaseError):
+            args: list[str | int | bytes] = [escape(worker_id), escape(group), token, ttl_ms, payload]
             self._acquire(keys=self._keys(group, worker_id), args=args)
 
     def renew(self, group: str, worker_id: str, token: str, ttl_ms: int) -> bool:
         """Extend the lease, even if it expired but was not deleted yet."""
         assert ttl_ms >= 1
-        with _lease_errors():
-            args: list[str | int] = [_escape(worker_id), _escape(group), token, ttl_ms]
+        with redis_errors(LeaseError):
+            args: list[str | int] = [escape(worker_id), escape(group), token, ttl_ms]
             return bool(self._renew(keys=self._keys(group, worker_id), args=args))
 
     def release(self, group: str, worker_id: str, token: str) -> None:
         """Mark the lease as released if this incarnation holds it. The owner can then tell a release from a loss."""
-        with _lease_errors():
-            self._release(keys=self._keys(group, worker_id), args=[_escape(worker_id), token])
+        with redis_errors(LeaseError):
+            self._release(keys=self._keys(group, worker_id), args=[escape(worker_id), token])
 
     def poll(self, group: str) -> list[Lease]:
-        with _lease_errors():
+        with redis_errors(LeaseError):
             found = self._poll(keys=[self._deadlines_key(group)], args=[self._lease_key(group, "")])
         leases = [
             Lease(
@@ -168,16 +168,16 @@ class RedisLeases:
         A late renewal by the lost incarnation does not prevent the deletion, because that incarnation must learn that
         it was declared lost.
         """
-        with _lease_errors():
-            self._drop(keys=self._keys(group, worker_id), args=[_escape(worker_id), token])
+        with redis_errors(LeaseError):
+            self._drop(keys=self._keys(group, worker_id), args=[escape(worker_id), token])
 
     def announce(self, group: str, ttl_ms: int) -> None:
         """A worker calls this if its group needs a control partition before the worker has a lease."""
-        with _lease_errors():
-            self._announce(keys=[self._deadlines_key(group), self._groups_key], args=[_escape(group), ttl_ms])
+        with redis_errors(LeaseError):
+            self._announce(keys=[self._deadlines_key(group), self._groups_key], args=[escape(group), ttl_ms])
 
     def groups(self) -> list[str]:
-        with _lease_errors():
+        with redis_errors(LeaseError):
             found = self._groups(keys=[self._groups_key], args=[self._deadlines_key("")])
         return sorted(_unescape(group.decode()) for group in found)
 
@@ -189,10 +189,10 @@ class RedisLeases:
         return f"{self._prefix}groups"
 
     def _deadlines_key(self, group: str) -> str:
-        return f"{self._prefix}leases:{_escape(group)}"
+        return f"{self._prefix}leases:{escape(group)}"
 
     def _lease_key(self, group: str, worker_id: str) -> str:
-        return f"{self._prefix}lease:{_escape(group)}:{_escape(worker_id)}"
+        return f"{self._prefix}lease:{escape(group)}:{escape(worker_id)}"
 
 
 def embedded_leases(namespace: str = "forebay") -> RedisLeases:
@@ -200,7 +200,7 @@ def embedded_leases(namespace: str = "forebay") -> RedisLeases:
     return RedisLeases(fakeredis.FakeRedis(server=fakeredis.FakeServer()), namespace)
 
 
-def _escape(name: str) -> str:
+def escape(name: str) -> str:
     return name.replace("%", "%25").replace(":", "%3A")
 
 
@@ -208,21 +208,22 @@ def _unescape(part: str) -> str:
     return part.replace("%3A", ":").replace("%25", "%")
 
 
-def remedy(error: Exception) -> str:
+@contextlib.contextmanager
+def redis_errors(kind: type[Exception]) -> Iterator[None]:
+    """Raise errors of the client as this exception, with advice."""
+    try:
+        yield
+    except redis.RedisError as error:
+        is_away = isinstance(error, redis.ConnectionError | redis.TimeoutError)
+        failure = "Redis cannot be reached" if is_away else "Redis rejected a command"
+        raise kind(f"{failure} ({error}); {_remedy(error)}") from error
+
+
+def _remedy(error: redis.RedisError) -> str:
     if isinstance(error, redis.exceptions.AuthenticationError | redis.exceptions.AuthorizationError):
         return "check the user and the password in its URL"
-    if not isinstance(error, redis.ConnectionError | OSError | redis.TimeoutError):
+    if not isinstance(error, redis.ConnectionError | redis.TimeoutError):
         return "check its version (6 or later) and its memory"
     return certificate_remedy(str(error), "Redis", "ssl_ca_certs in its URL") or (
         "check its address and that it is running"
     )
-
-
-@contextlib.contextmanager
-def _lease_errors() -> Iterator[None]:
-    try:
-        yield
-    except (redis.ConnectionError, redis.TimeoutError) as error:
-        raise LeaseError(f"Redis cannot be reached ({error}); {remedy(error)}") from error
-    except redis.RedisError as error:
-        raise LeaseError(f"Redis rejected a command ({error}); {remedy(error)}") from error
