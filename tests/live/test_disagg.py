@@ -582,7 +582,7 @@ async def test_the_trace_context_of_the_client_reaches_each_attempt_with_the_spa
     (other,) = (item for item in system.work(WorkItem) if item.request_id == "other")
     reader = TraceReader(system.log, 0, await begin_of(system.log, 0), 0)
     await reader.read(await system.log.end(DECISIONS.name, 0))
-    attempts = [span.span_id for span in reader.fold.take()[0].spans if span.name == "attempt"]
+    attempts = [span.span_id for span in reader.take()[0].spans if span.name == "attempt"]
     assert sorted(item.traceparent for item in items) == sorted(f"{trace[:36]}{span_id}-01" for span_id in attempts)
     assert other.traceparent == ""
     assert items[0].log_extra == {"fields": {"trace_id": "0af7651916cd43dd8448eb211c80319c"}}

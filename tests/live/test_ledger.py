@@ -281,7 +281,7 @@ async def test_a_writer_says_what_retention_removed(caplog: pytest.LogCaptureFix
         log.trim(DECISIONS.name, 0, until_offset + 1, 1_000)
         writer = ChainWriter(log, 0)
         assert await writer.advance(0)
-        text = f"the ledger lacks the journal offsets {until_offset} to {until_offset} of control partition 0"
+        text = f"lack the journal offsets {until_offset} to {until_offset} of control partition 0"
         assert text in caplog.text
         assert "are part of no record" in (await verify_chain(log, 0)).differences[0]
 

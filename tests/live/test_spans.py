@@ -43,7 +43,7 @@ class Receiver:
 async def derived(log: SqliteLog) -> list[Trace]:
     reader = TraceReader(log, 0, await begin_of(log, 0), 0)
     await reader.read(await log.end(DECISIONS.name, 0), lambda: False)
-    return reader.fold.take()
+    return reader.take()
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["on", "killed", "crashed", "stopped"])), max_size=12))
@@ -116,7 +116,7 @@ async def test_a_journal_that_retention_removed_is_reported(caplog: pytest.LogCa
         log.trim(DECISIONS.name, 0, begin, 1_000)
         await SpanExporter(log, 0, SETTINGS, receiver.export).advance(is_last=True)
     assert receiver.accepted == whole[3:], "spans do not depend on where the log begins"
-    assert "of control partition 0 are lost: retention removed them" in caplog.text
+    assert "of control partition 0, which retention removed" in caplog.text
 
 
 async def test_too_many_requests_in_flight_are_reported_once(

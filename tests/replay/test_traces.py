@@ -48,7 +48,7 @@ async def traces_of(log: SqliteLog, cuts: Sequence[int] = (), partition: int = 0
         reader = TraceReader(log, partition, begin, at)
         while reader.position < cut:
             await reader.read(cut)
-            found += reader.fold.take()
+            found += reader.take()
         if reader.position > begin.journal_offset:
             begin, at = reader.next_begin(), reader.position
     return found
@@ -228,7 +228,7 @@ async def test_requests_whose_beginning_the_log_lacks_are_counted_and_have_no_tr
         begin = msgspec.structs.replace(await begin_of(log, 0), submitted=1)  # the submission counts as repeated
         reader = TraceReader(log, 0, begin, 0)
         await reader.read(await log.end(DECISIONS.name, 0))
-    assert (reader.fold.unknown, reader.fold.oldest(), reader.fold.traces) == (1, None, [])
+    assert (reader.unknown, reader.oldest(), reader.traces) == (1, None, [])
 
 
 async def test_more_requests_than_an_owner_has_in_flight_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ async def test_more_requests_than_an_owner_has_in_flight_are_counted(monkeypatch
     with closing(await made.log()) as log:
         reader = TraceReader(log, 0, await begin_of(log, 0), 0)
         await reader.read(await log.end(DECISIONS.name, 0))
-    assert reader.fold.overflowed == 1
+    assert reader.overflowed == 1
 
 
 async def test_a_submission_without_a_decision_does_not_keep_the_position_back() -> None:
@@ -253,7 +253,7 @@ async def test_a_submission_without_a_decision_does_not_keep_the_position_back()
         end = await log.end(DECISIONS.name, 0)
         reader = TraceReader(log, 0, await begin_of(log, 0), 0)
         await reader.read(end)
-        assert (reader.next_begin().journal_offset, len(reader.fold.traces)) == (end, 1)
+        assert (reader.next_begin().journal_offset, len(reader.traces)) == (end, 1)
 
 
 async def test_a_submission_keeps_the_position_back_until_the_records_of_its_event_end() -> None:
@@ -261,7 +261,7 @@ async def test_a_submission_keeps_the_position_back_until_the_records_of_its_eve
     made.ask("r", PROMPTS[0])
     with closing(await made.log()) as log:
         begin = await begin_of(log, 0)
-    fold = TraceReader(log, 0, begin, 0).fold
+    fold = TraceReader(log, 0, begin, 0)
     submitted = decode(REQUESTS, next(draft.value for draft in made.drafts if draft.topic == REQUESTS.name))
     other = next(record for record in made.journal if isinstance(record, RequestRouted))
     fold.begin_record(1, has_events=True)

@@ -92,7 +92,7 @@ async def in_pieces(log: SqliteLog, cuts: Sequence[int]) -> list[UsageEntry]:
     for cut in [*sorted(cuts), await log.end(DECISIONS.name, 0)]:
         reader = UsageReader(log, 0, begin, at)
         await reader.read(cut)
-        found += reader.fold.take()
+        found += reader.take()
         begin, at = reader.next_begin(), reader.position
     return found
 

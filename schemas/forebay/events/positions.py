@@ -21,7 +21,7 @@ class JournalPosition(Part, frozen=True, kw_only=True):
         seq: sequence number of the owner's next record; null if it is unknown.
         core_version: version of the owner's decision rules.
         fleet_offset: offset of the next event on `fleet` that the owner applies.
-        fleet_epoch: highest owner epoch that `fleet` has announced; -1 before the first one, and if it is not needed.
+        fleet_epoch: highest owner epoch that `fleet` has announced; -1 before the first one.
     """
 
     journal_offset: Count

@@ -130,7 +130,7 @@ async def verify_chain(log: Log, partition: int, anchor: LedgerReport | None = N
             reader = UsageReader(log, partition, record.begin, record.from_offset)
         await reader.read(record.until_offset)
         report.derived += 1
-        derived = reader.fold.take()
+        derived = reader.take()
         if record.entries != derived:
             report.differences.append(f"{name}: {_difference(record.entries, derived)}")
     return report

@@ -25,7 +25,7 @@ from forebay.events.decisions import (
     RequestRepeated,
     RequestRouted,
 )
-from forebay.events.fleet import OwnershipAnnounced, WorkerLost
+from forebay.events.fleet import WorkerLost
 from forebay.events.positions import JournalPosition
 from forebay.events.progress import (
     EncodeFinished,
@@ -145,22 +145,7 @@ class _OpenRequest:
 
 
 class TraceReader(FoldReader):
-    """Reads a journal from a position on, and folds it into traces: `fold`, as of `position`."""
-
-    def __init__(self, log: Log, partition: int, begin: JournalPosition, exports_from: int) -> None:
-        """Begin at a position at which no request was in flight that ends at journal offset `exports_from` or later."""
-        self.fold = TraceFold(begin, exports_from)
-        super().__init__(log, partition, begin, self.fold)
-
-    async def read(self, end: int, is_full: Callable[[], bool] | None = None) -> None:
-        """Read the journal up to offset `end`, or until the fold is full. Raises LogError."""
-        if self._validity is None and (claim := await claim_at(self._log, self._partition, self._begin.owner_epoch)):
-            self.fold.claimed(claim, self._begin.owner_epoch)
-        await super().read(end, is_full or self.fold.is_full)
-
-
-class TraceFold:
-    """Traces of the requests that ended, and the requests in flight. Performs no I/O. A `Fold`.
+    """Reads a journal, and keeps the traces of the requests that ended, and the requests in flight.
 
     Attributes:
         traces: complete traces since the last `take`, of requests that ended at journal offset `exports_from` or later.
@@ -168,18 +153,23 @@ class TraceFold:
         overflowed: number of requests that get no trace, because `ACTIVE_REQUESTS_MAX` others were in flight.
     """
 
-    def __init__(self, begin: JournalPosition, exports_from: int) -> None:
+    def __init__(self, log: Log, partition: int, begin: JournalPosition, exports_from: int) -> None:
+        """Begin at a position at which no request was in flight that ends at journal offset `exports_from` or later."""
+        super().__init__(log, partition, begin)
         self.traces: list[Trace] = []
         self.unknown = 0
         self.overflowed = 0
-        self.submitted = begin.submitted
-        self.now_us = begin.now_us
-        self.fleet_epoch = begin.fleet_epoch
         self._exports_from = exports_from
         self._offset = begin.journal_offset
         self._open: dict[str, _OpenRequest] = {}
         self._undecided: dict[str, _OpenRequest] = {}
         self._claim: SpanEvent | None = None
+
+    async def read(self, end: int, is_full: Callable[[], bool] | None = None) -> None:
+        """Read the journal up to offset `end`, or until traces should be taken. Raises LogError."""
+        if self._validity is None and (claim := await claim_at(self._log, self._partition, self._begin.owner_epoch)):
+            self.claimed(claim, self._begin.owner_epoch)
+        await super().read(end, is_full or self.is_full)
 
     def take(self) -> list[Trace]:
         """Return the traces since the last call."""
@@ -208,13 +198,9 @@ class TraceFold:
     def apply_event(self, event: object, offset: int, begin: JournalPosition) -> None:
         match event:
             case RequestSubmitted():
-                is_repeated, self.submitted = offset < self.submitted, max(self.submitted, offset + 1)
-                if not is_repeated:
-                    self._submit(event, offset, begin)
+                self._submit(event, offset, begin)
             case RequestCancelled() if (request := self._open.get(event.request_id)) is not None:
                 request.is_complete = request.is_complete or event.is_complete
-            case OwnershipAnnounced():
-                self.fleet_epoch = max(self.fleet_epoch, event.owner_epoch)
             case WorkerLost() if event.owner_epoch >= self.fleet_epoch:
                 for request in self._open.values():
                     if request.phase in ON_WORKER and request.place[1:] == (event.worker_id, event.worker_epoch):

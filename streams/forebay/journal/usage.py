@@ -63,21 +63,17 @@ class _OpenRequest:
     is_complete: bool = False
 
 
-class UsageFold:
-    """Usage of the requests that ended, and the requests in flight. Performs no I/O. A `Fold`.
+class UsageReader(FoldReader):
+    """Reads a journal, and keeps the usage of the requests that ended, and the requests in flight.
 
     Attributes:
         totals: usage since the last `take`, from journal offset `charges_from` on.
-        now_us: newest clock reading of the owner.
-        submitted: offset after the newest submission. An owner that continued from a snapshot applies earlier ones
-            again, which were charged if they are not in flight.
     """
 
-    def __init__(self, charges_from: int, submitted: int = 0, now_us: int = 0) -> None:
+    def __init__(self, log: Log, partition: int, begin: JournalPosition, charges_from: int) -> None:
+        """Begin at a position at which no request was in flight that ends at journal offset `charges_from` or later."""
+        super().__init__(log, partition, begin)
         self.totals: dict[Key, Counter[str]] = {}
-        self.now_us = now_us
-        self.submitted = submitted
-        self.fleet_epoch = -1  # not needed
         self._charges_from = charges_from
         self._open: dict[str, _OpenRequest] = {}
         self._undecided: list[str] = []
@@ -105,12 +101,10 @@ class UsageFold:
 
     def apply_event(self, event: object, offset: int, begin: JournalPosition) -> None:
         match event:
-            case RequestSubmitted():
-                is_repeated, self.submitted = offset < self.submitted, max(self.submitted, offset + 1)
-                if not is_repeated and event.request_id not in self._open:
-                    small = msgspec.structs.replace(event, token_ids=b"", withheld_tokens=event.prompt_tokens)
-                    self._open[event.request_id] = _OpenRequest(begin, small, self.now_us)
-                    self._undecided.append(event.request_id)
+            case RequestSubmitted() if event.request_id not in self._open:
+                small = msgspec.structs.replace(event, token_ids=b"", withheld_tokens=event.prompt_tokens)
+                self._open[event.request_id] = _OpenRequest(begin, small, self.now_us)
+                self._undecided.append(event.request_id)
             case RequestCancelled() if (request := self._open.get(event.request_id)) is not None:
                 request.is_complete = request.is_complete or event.is_complete
                 passed = event.output_tokens
@@ -180,18 +174,9 @@ class UsageFold:
         )
 
 
-class UsageReader(FoldReader):
-    """Reads a journal from a position on, and folds it into usage: `fold`, as of `position`."""
-
-    def __init__(self, log: Log, partition: int, begin: JournalPosition, charges_from: int) -> None:
-        """Begin at a position at which no request was in flight that ends at journal offset `charges_from` or later."""
-        self.fold = UsageFold(charges_from, begin.submitted, begin.now_us)
-        super().__init__(log, partition, begin, self.fold)
-
-
 async def derive(log: Log, partition: int) -> tuple[UsageEntry, ...]:
     """Return the usage of all requests whose end the log has. Raises LogError."""
     begin = await begin_of(log, partition)
     reader = UsageReader(log, partition, begin, begin.journal_offset)
     await reader.read(await log.end(DECISIONS.name, partition))
-    return reader.fold.take()
+    return reader.take()

@@ -12,7 +12,7 @@ from forebay import runtime
 from forebay.events.positions import JournalPosition
 from forebay.events.topics import DECISIONS, USAGE
 from forebay.events.usage import NO_HASH, UsageRecorded
-from forebay.journal.folds import begin_of, is_readable
+from forebay.journal.folds import begin_after
 from forebay.journal.ledger import Chain, seal
 from forebay.journal.usage import HOUR_US, UsageReader
 from forebay.live.partitions import Partitions
@@ -53,8 +53,8 @@ class ChainWriter:
         reader, self._reader = await self._follow_chain(), None  # after an error, a new reader begins
         end = await self._log.end(DECISIONS.name, self.partition)
         self.behind = end - self._from
-        await reader.read(end, lambda: len(reader.fold.totals) >= ENTRIES_MAX)
-        totals, now_us = reader.fold.totals, reader.fold.now_us
+        await reader.read(end, lambda: len(reader.totals) >= ENTRIES_MAX)
+        totals, now_us = reader.totals, reader.now_us
         # A record without usage moves the position before retention removes it.
         is_due = now_us // HOUR_US > self._from_us // HOUR_US or len(totals) >= ENTRIES_MAX
         if is_due or (totals and _now_us() - self._appended_us >= every_us):
@@ -74,17 +74,12 @@ class ChainWriter:
         return self._reader
 
     async def _reader_after(self, head: UsageRecorded | None) -> UsageReader:
-        covered = 0 if head is None else head.until_offset
-        begin = None if head is None else head.begin
-        if begin is None or not await is_readable(self._log, self.partition, begin):
-            begin = await begin_of(self._log, self.partition)
-        if begin.journal_offset > covered:
-            text = "the ledger lacks the journal offsets %d to %d of control partition %d, which retention removed"
-            logger.error(text, covered, begin.journal_offset - 1, self.partition)
+        begin, covered = (None, 0) if head is None else (head.begin, head.until_offset)
+        begin = await begin_after(self._log, self.partition, begin, covered, "the records of the ledger")
         self._begin, self._from = begin, max(covered, begin.journal_offset)
         reader = UsageReader(self._log, self.partition, begin, self._from)
         await reader.read(self._from)
-        self._from_us = reader.fold.now_us
+        self._from_us = reader.now_us
         return reader
 
     async def _append(self, reader: UsageReader) -> None:
@@ -94,7 +89,7 @@ class ChainWriter:
             begin=self._begin,
             from_offset=self._from,
             until_offset=until,
-            entries=reader.fold.take(),
+            entries=reader.take(),
             previous="" if head is None else head.hash,
             hash=NO_HASH,
         )
@@ -104,7 +99,7 @@ class ChainWriter:
         self._appended_us = _now_us()
         if self.chain.head is not None and seal(self.chain.head) == value:
             self._reader, self._begin, self._from = reader, reader.next_begin(), until
-            self._from_us = reader.fold.now_us
+            self._from_us = reader.now_us
 
 
 class Ledger(Partitions[ChainWriter]):

@@ -15,7 +15,7 @@ from forebay.core.state.requests import ACTIVE_REQUESTS_MAX
 from forebay.events.codec import DecodeError, encode
 from forebay.events.spans import SpansExported
 from forebay.events.topics import DECISIONS, SPANS
-from forebay.journal.folds import begin_of, is_readable
+from forebay.journal.folds import begin_after
 from forebay.journal.traces import Trace, TraceReader
 from forebay.live.partitions import Partitions
 from forebay.transport.base import Draft, Log, event_of, reversed_records
@@ -58,7 +58,7 @@ class SpanExporter:
     """Exports the traces of one control partition. Call `advance` again and again. A `PartitionFollower`.
 
     Attributes:
-        unknown: as in `TraceFold`, of the current reader, like `overflowed`.
+        unknown: as in `TraceReader`, of the current reader, like `overflowed`.
     """
 
     def __init__(self, log: Log, partition: int, settings: SpanSettings, export: Export) -> None:
@@ -80,27 +80,23 @@ class SpanExporter:
         end = await self._log.end(DECISIONS.name, self._partition)
         self.behind = end - reader.position
         await reader.read(end)
-        if traces := [trace for trace in reader.fold.take() if self._settings.takes(trace)]:
+        if traces := [trace for trace in reader.take() if self._settings.takes(trace)]:
             await self._export(traces)
             self._is_due = True
         waited_s = runtime.monotonic_s() - self._committed_s
         if reader.position > self._committed and (is_last or waited_s >= (COMMIT_S if self._is_due else IDLE_COMMIT_S)):
             await self._commit(reader)
         self.behind, self._reader = end - reader.position, reader
-        if reader.fold.overflowed and not self.overflowed:
+        if reader.overflowed and not self.overflowed:
             text = "requests of control partition %d get no trace, because %d others are in flight"
             logger.error(text, self._partition, ACTIVE_REQUESTS_MAX)
-        self.unknown, self.overflowed = reader.fold.unknown, reader.fold.overflowed
+        self.unknown, self.overflowed = reader.unknown, reader.overflowed
         return reader.position < end
 
     async def _begin(self) -> TraceReader:
         committed = await self._newest()
         begin, self._committed = (None, 0) if committed is None else (committed.begin, committed.until_offset)
-        if begin is None or not await is_readable(self._log, self._partition, begin):
-            begin = await begin_of(self._log, self._partition)
-            if begin.journal_offset > self._committed:
-                text = "spans of the journal offsets %d to %d of control partition %d are lost: retention removed them"
-                logger.error(text, self._committed, begin.journal_offset - 1, self._partition)
+        begin = await begin_after(self._log, self._partition, begin, self._committed, "the exported spans")
         return TraceReader(self._log, self._partition, begin, self._committed)
 
     async def _newest(self) -> SpansExported | None:
