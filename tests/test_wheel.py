@@ -74,6 +74,8 @@ def test_an_installed_wheel_serves_from_another_folder_and_names_missing_extras(
         run = ran(programs / "forebay", *arguments, cwd=folder)
         remedy = f"requires the package {package}; install it with: {install_command(extra)}\n"
         assert (run.returncode, run.stderr.endswith(remedy), run.stderr.count("\n")) == (2, True, 1), run.stderr
+    without_kafka = ran(programs / "forebay", "worker", "--kafka", "127.0.0.1:9", cwd=folder)
+    assert "Kafka at 127.0.0.1:9 cannot be used" in without_kafka.stderr, "a worker with a mock engine needs no extra"
     monkeypatch.chdir(folder)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     up = Up(program=[str(programs / "forebay")])
