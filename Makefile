@@ -32,12 +32,18 @@ SOURCES := schemas streams services
 ARGS ?=
 # Processes of pytest: one more than there are cores, because some tests wait.
 JOBS ?= $(shell expr $$(nproc) + 1)
+# Of `make image`: the command of docker or podman, the base image, and further options of its `build` and `run`.
+TOOL ?= $(shell command -v podman || echo docker)
+BASE ?=
+BUILD ?=
+RUN ?=
+IMAGE := forebay:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 # These need Kafka and Redis, or vLLM. Each process of pytest starts its own broker and Redis.
 REAL = --numprocesses 2 --dist loadfile
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines --ignore tests/clients
 
-.PHONY: help setup setup-engines setup-clients setup-gateway up test test-all explore fuzz fuzz-bugs test-kafka test-engines test-clients kafka kafka-stop demo-kafka demo-answers demo-gateway demo-indexer demo-ledger demo-tenants demo-upgrade demo-disagg demo-scaling demo-tiers demo-console chart lint type fmt mutations coverage bench \
+.PHONY: help setup setup-engines setup-clients setup-gateway up test test-all explore fuzz fuzz-bugs test-kafka test-engines test-clients kafka kafka-stop demo-kafka demo-answers demo-gateway demo-indexer demo-ledger demo-tenants demo-upgrade demo-disagg demo-scaling demo-tiers demo-console chart image lint type fmt mutations coverage bench \
     schemas golden report-picture console-pictures lock lock-engines lock-clients resolve ci clean
 
 help: ## show this help
@@ -126,6 +132,10 @@ demo-console: $(READY) ## run demo-kafka, and look at it in the console (Java 17
 chart: $(READY) $(READY_CHART) ## check the Helm chart with helm, Kubernetes' schemas and checkov (Go)
 	@$(BIN)/python infra/helm/check.py
 	@$(BIN)/pytest --quiet tests/infra/test_chart.py
+
+image: $(READY) ## build the image with docker or podman, and run it (Java 17, Maven); TOOL, BASE, BUILD, RUN: docs/install.md
+	@$(TOOL) build $(if $(BASE),--build-arg BASE=$(BASE)) $(BUILD) --file infra/docker/Dockerfile --target forebay --tag $(IMAGE) .
+	@$(BIN)/python -m tests.harness.demo_image $(IMAGE) --tool "$(TOOL)" --run "$(RUN)"
 
 lint: $(READY) ## check style, import layers, spelling and the types of the console's page
 	@$(BIN)/ruff check --quiet --output-format concise

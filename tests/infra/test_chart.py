@@ -177,6 +177,14 @@ def test_the_versions_are_those_of_the_package() -> None:
     assert (chart["version"], chart["appVersion"]) == (version, version)
 
 
+def test_images_have_the_user_and_the_cache_of_the_chart() -> None:
+    stages = (ROOT / "infra/docker/Dockerfile").read_text()
+    (user,) = set(re.findall(r"runAsUser: (\d+)", TEMPLATES["_helpers.tpl"]))
+    cache = load("values.yaml")["worker"]["volumes"]["hub"]["mountPath"]
+    assert re.findall(r"^USER (.*)$", stages, re.MULTILINE) == [f"{user}:{user}"] * 2
+    assert re.findall(r"HF_HOME=(\S+)", stages) == [cache] * 2
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_rendered_processes_run(name: str, tmp_path: Path) -> None:
     """The arguments parse, files are read by their readers, and Services and policies name ports of containers."""
