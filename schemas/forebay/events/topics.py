@@ -3,6 +3,7 @@
 The codecs, the tools, the configuration on the broker and `docs/events.md` are derived from this list.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import UnionType
 from typing import Literal
@@ -37,6 +38,42 @@ MINUTE_S = 60
 DAY_S = 86_400
 FOREVER = 0
 
+# Seconds for which Kafka keeps a record at least.
+RETENTION_DEFAULT_S = 7 * DAY_S
+RETENTION_S: Mapping[str, int] = {
+    # The first placement of a group is valid for ever, and compaction would keep only the last one.
+    "groups": FOREVER,
+    # Readers of the pool configuration read the topic from its beginning. It grows by a few records per start.
+    "control": FOREVER,
+    "tokens": DAY_S,
+    # Snapshots are kept longer than the records they replace, so that a slice of the log can still be replayed.
+    "snapshots": 8 * DAY_S,
+    # Readers of heartbeats need a few seconds. The minutes help to investigate an incident.
+    "heartbeats": 10 * MINUTE_S,
+    # The state of a planner is rebuilt from the first record on. It grows by a few kilobytes per interval.
+    "scaling": FOREVER,
+    "models": FOREVER,
+    "answers": answers.RETENTION_S,
+    "keys": FOREVER,
+    # A bill of any month can be derived, and the chain is verified from its first record.
+    "usage": FOREVER,
+    "spans": FOREVER,
+    "work": DAY_S,
+}
+HOLDS: Mapping[str, tuple[Content, ...]] = {
+    "openai-requests": ("prompts", "identities"),
+    "openai-responses": ("answers",),
+    "requests": ("prompts", "prompt hashes", "identities"),
+    "kv-events": ("prompt hashes",),
+    "tokens": ("answers",),
+    "snapshots": ("prompt hashes", "identities"),
+    "answers": ("prompts", "answers", "identities"),
+    "keys": ("identities",),
+    "usage": ("identities",),
+    "dead-letters": ("prompts", "prompt hashes", "answers", "identities"),
+    "work": ("prompts", "prompt hashes"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Topic:
@@ -48,8 +85,6 @@ class Topic:
         events: union of its event types; None if its records are raw bytes.
         partitioned_by: value that determines the partition of a record, in words for the docs.
         description: one sentence about its content, for the docs.
-        holds: private content of its records.
-        retention_s: seconds for which Kafka keeps a record at least; `FOREVER` for no limit.
         is_compacted: whether Kafka keeps only the newest record of each key.
     """
 
@@ -58,105 +93,46 @@ class Topic:
     events: UnionType | type | None
     partitioned_by: str
     description: str
-    holds: tuple[Content, ...] = ()
-    retention_s: int = 7 * DAY_S
     is_compacted: bool = False
+
+    @property
+    def retention_s(self) -> int:
+        """Seconds for which Kafka keeps a record at least; `FOREVER` for no limit."""
+        return RETENTION_S.get(self.name.partition(".")[0], RETENTION_DEFAULT_S)
+
+    @property
+    def holds(self) -> tuple[Content, ...]:
+        """Private content of its records."""
+        return HOLDS.get(self.name.partition(".")[0], ())
 
 
 OPENAI_REQUESTS = Topic(
-    "openai-requests",
-    "raw",
-    None,
-    "any",
-    "Kafka API of the ingress: request bodies of the OpenAI API, as JSON",
-    ("prompts", "identities"),
+    "openai-requests", "raw", None, "any", "Kafka API of the ingress: request bodies of the OpenAI API, as JSON"
 )
 OPENAI_RESPONSES = Topic(
-    "openai-responses", "raw", None, "request id", "responses to `openai-requests`, as in the OpenAI API", ("answers",)
+    "openai-responses", "raw", None, "request id", "responses to `openai-requests`, as in the OpenAI API"
 )
-GROUPS = Topic(
-    "groups",
-    "json",
-    groups.GroupEvent,
-    "one",
-    "control partition of each group",
-    # The first placement of a group is valid for ever, and compaction would keep only the last one.
-    retention_s=FOREVER,
-)
-REQUESTS = Topic(
-    "requests",
-    "msgpack",
-    requests.RequestEvent,
-    "group",
-    "client requests",
-    ("prompts", "prompt hashes", "identities"),
-)
-KV_EVENTS = Topic(
-    "kv-events",
-    "msgpack",
-    kv.AnyKvEvent,
-    "group",
-    "blocks that entered and left caches and stores",
-    ("prompt hashes",),
-)
+GROUPS = Topic("groups", "json", groups.GroupEvent, "one", "control partition of each group")
+REQUESTS = Topic("requests", "msgpack", requests.RequestEvent, "group", "client requests")
+KV_EVENTS = Topic("kv-events", "msgpack", kv.AnyKvEvent, "group", "blocks that entered and left caches and stores")
 METRICS = Topic("metrics", "json", metrics.MetricEvent, "group", "load and measured costs of engines")
 PROGRESS = Topic("progress", "json", progress.AnyProgressEvent, "group", "worker events about requests and commands")
 FLEET = Topic("fleet", "json", fleet.AnyFleetEvent, "group", "workers joining, failing and leaving")
-CONTROL = Topic(
-    "control",
-    "json",
-    control.ControlEvent,
-    "group",
-    "configuration and admin commands",
-    # Readers of the pool configuration read the topic from its beginning. It grows by a few records per start.
-    retention_s=FOREVER,
-)
+CONTROL = Topic("control", "json", control.ControlEvent, "group", "configuration and admin commands")
 DECISIONS = Topic("decisions", "json", decisions.JournalRecord, "group", "the owner's journal")
-TOKENS = Topic(
-    "tokens",
-    "msgpack",
-    tokens.TokenEvent,
-    "reply slot",
-    "responses, token by token",
-    ("answers",),
-    retention_s=DAY_S,
-)
-SNAPSHOTS = Topic(
-    "snapshots",
-    "msgpack",
-    snapshots.SnapshotEvent,
-    "group",
-    "the owner's state, in chunks",
-    ("prompt hashes", "identities"),
-    # Snapshots are kept longer than the records they replace, so that a slice of the log can still be replayed.
-    retention_s=8 * DAY_S,
-)
+TOKENS = Topic("tokens", "msgpack", tokens.TokenEvent, "reply slot", "responses, token by token")
+SNAPSHOTS = Topic("snapshots", "msgpack", snapshots.SnapshotEvent, "group", "the owner's state, in chunks")
 SHADOW = Topic("shadow", "json", shadow.ShadowEvent, "group", "decisions of other policies, for comparison")
 HEARTBEATS = Topic(
-    "heartbeats",
-    "json",
-    heartbeats.HeartbeatEvent,
-    "group",
-    "routers that own a group or stand by for it",
-    # Readers of heartbeats need a few seconds. The minutes help to investigate an incident.
-    retention_s=10 * MINUTE_S,
+    "heartbeats", "json", heartbeats.HeartbeatEvent, "group", "routers that own a group or stand by for it"
 )
-SCALING = Topic(
-    "scaling",
-    "json",
-    scaling.ScalingEvent,
-    "one",
-    "the planner's journal: sizes of pools, and why",
-    # The state of a planner is rebuilt from the first record on. It grows by a few kilobytes per interval.
-    retention_s=FOREVER,
-)
+SCALING = Topic("scaling", "json", scaling.ScalingEvent, "one", "the planner's journal: sizes of pools, and why")
 MODELS = Topic(
     "models",
     "msgpack",
     models.ModelEvent,
     "two: 0 for cards and aliases, 1 for content",
     "model cards, with tokenizers and chat templates, and aliases of models",
-    retention_s=FOREVER,
     is_compacted=True,
 )
 ANSWERS = Topic(
@@ -165,47 +141,14 @@ ANSWERS = Topic(
     answers.AnswerEvent,
     "two: 0 for the index, 1 for content",
     "finished responses that outlive their connection, until their retention ends",
-    ("prompts", "answers", "identities"),
-    retention_s=answers.RETENTION_S,
     is_compacted=True,
 )
 KEYS = Topic(
-    "keys",
-    "json",
-    keys.KeyEvent,
-    "one",
-    "API keys of tenants, as hashes, with their limits",
-    ("identities",),
-    retention_s=FOREVER,
-    is_compacted=True,
+    "keys", "json", keys.KeyEvent, "one", "API keys of tenants, as hashes, with their limits", is_compacted=True
 )
-USAGE = Topic(
-    "usage",
-    "json",
-    usage.UsageRecord,
-    "group",
-    "the ledger: usage per tenant, key, model and hour",
-    ("identities",),
-    # A bill of any month can be derived, and the chain is verified from its first record.
-    retention_s=FOREVER,
-)
-SPANS = Topic(
-    "spans",
-    "json",
-    spans.SpansExported,
-    "group",
-    "positions of `forebay spans`",
-    retention_s=FOREVER,
-    is_compacted=True,
-)
-DEAD_LETTERS = Topic(
-    "dead-letters",
-    "raw",
-    None,
-    "group",
-    "records that did not decode or were rejected, unchanged",
-    ("prompts", "prompt hashes", "answers", "identities"),
-)
+USAGE = Topic("usage", "json", usage.UsageRecord, "group", "the ledger: usage per tenant, key, model and hour")
+SPANS = Topic("spans", "json", spans.SpansExported, "group", "positions of `forebay spans`", is_compacted=True)
+DEAD_LETTERS = Topic("dead-letters", "raw", None, "group", "records that did not decode or were rejected, unchanged")
 
 
 # Input topics of an owner, in the order in which it applies ready records.
@@ -214,15 +157,7 @@ INPUTS = (REQUESTS, FLEET, CONTROL, PROGRESS, METRICS, KV_EVENTS)
 
 def work_topic(pool: str) -> Topic:
     """Return the topic on which the workers of `pool` get their work. Its partition is the slot of a worker."""
-    return Topic(
-        f"work.{pool}",
-        "msgpack",
-        work.AnyWorkEvent,
-        "worker slot",
-        f"work for the pool {pool}",
-        ("prompts", "prompt hashes"),
-        retention_s=DAY_S,
-    )
+    return Topic(f"work.{pool}", "msgpack", work.AnyWorkEvent, "worker slot", f"work for the pool {pool}")
 
 
 FIXED_TOPICS = (
