@@ -1,4 +1,4 @@
-"""The wheel: its metadata, and an installation without the repository."""
+"""The sdist and the wheel: metadata, files, and an installation without the repository."""
 
 import json
 import re
@@ -6,6 +6,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
+import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -31,11 +34,18 @@ def output(*command: str | Path, cwd: Path = ROOT) -> str:
     return run.stdout
 
 
-def installed(tmp_path: Path) -> Path:
-    """Build the wheel and install it without extras. Return the folder of the new environment's programs."""
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Build the sdist and the wheel."""
+    folder = tmp_path_factory.mktemp("dist")
+    output(sys.executable, "-m", "hatchling", "build", "-d", folder)
+    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    return sdist, wheel
+
+
+def installed(wheel: Path, tmp_path: Path) -> Path:
+    """Install the wheel without extras. Return the folder of the new environment's programs."""
     uv = shutil.which("uv") or ROOT / ".tools/bin/uv"
-    output(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path)
-    (wheel,) = tmp_path.glob("*.whl")
     output(uv, "venv", "--python", sys.executable, tmp_path / "clean")
     programs = tmp_path / "clean/bin"
     install = ("pip", "install", "--python", programs / "python", "--constraints", "requirements/base.txt", wheel)
@@ -48,23 +58,46 @@ def installed(tmp_path: Path) -> Path:
 
 def test_metadata_is_complete_and_the_description_has_no_relative_links() -> None:
     metadata = json.loads(output(sys.executable, "-m", "hatchling", "metadata"))
-    assert metadata["authors"]
-    assert {"Homepage", "Documentation", "Changelog"} <= metadata["urls"].keys()
+    assert all(metadata[key] for key in ("authors", "description", "keywords", "license", "requires-python"))
+    assert {"Programming Language :: Python :: 3.11", "Typing :: Typed"} <= set(metadata["classifiers"])
+    assert "urls" not in metadata, "nothing is published yet"
     description = metadata["readme"]
     assert description["content-type"] == "text/markdown"
     page = render(description["text"])
     assert page is not None
     targets = re.findall(r'(?:href|src)="([^"]*)"', page)
-    assert len(targets) > 10
+    assert targets
     assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+
+
+@pytest.mark.slow  # builds the sdist, with all pictures
+@pytest.mark.timeout(300)
+def test_indexes_accept_sdist_and_wheel_and_their_files_are_complete(built: tuple[Path, Path]) -> None:
+    sdist, wheel = built
+    assert output(sys.executable, "-m", "twine", "--no-color", "check", "--strict", *built).count("PASSED") == 2
+    roots = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["dev-mode-dirs"]
+    files = {
+        path.relative_to(ROOT / root).as_posix()
+        for root in roots
+        for path in (ROOT / root / "forebay").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert packed == files
+    assert {"forebay/console/static/index.html", "forebay/events/py.typed"} < packed
+    assert any(re.fullmatch(r"forebay/events/registry/.*\.json", name) for name in packed)
+    with tarfile.open(sdist) as archive:
+        tops = {name.split("/")[1] for name in archive.getnames()}
+    assert {*roots, "pyproject.toml", "README.md", "LICENSE"} < tops
+    assert not [name for name in tops if name.startswith((".venv", ".tools", ".site"))]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_installed_wheel_serves_from_another_folder_and_names_missing_extras(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    built: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    programs = installed(tmp_path)
+    programs = installed(built[1], tmp_path)
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     assert "forebay control drain" in output(programs / "forebay", "control", "drain", "--help", cwd=folder)
