@@ -22,6 +22,8 @@ VENV_GATEWAY := .venv-gateway
 READY_GATEWAY := $(VENV_GATEWAY)/.ready
 VENV_CHART := .venv-chart
 READY_CHART := $(VENV_CHART)/.ready
+VENV_DOCS := .venv-docs
+READY_DOCS := $(VENV_DOCS)/.ready
 DENO := DENO_DIR=.tools/deno DENO_NO_UPDATE_CHECK=1 $(BIN)/deno
 UV := $$(command -v uv || echo .tools/bin/uv)
 COMPILE := pip compile --quiet --upgrade --generate-hashes --universal --no-emit-index-url --python-version 3.11
@@ -43,7 +45,7 @@ PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 REAL = --numprocesses 2 --dist loadfile
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines --ignore tests/clients
 
-.PHONY: help setup setup-engines setup-clients setup-gateway up test test-all explore fuzz fuzz-bugs test-kafka test-engines test-clients kafka kafka-stop demo-kafka demo-answers demo-gateway demo-indexer demo-ledger demo-tenants demo-upgrade demo-disagg demo-scaling demo-tiers demo-console chart image lint type fmt mutations coverage bench \
+.PHONY: help setup setup-engines setup-clients setup-gateway up test test-all explore fuzz fuzz-bugs test-kafka test-engines test-clients kafka kafka-stop demo-kafka demo-answers demo-gateway demo-indexer demo-ledger demo-tenants demo-upgrade demo-disagg demo-scaling demo-tiers demo-console chart image docs lint type fmt mutations coverage bench \
     schemas golden report-picture console-pictures lock lock-engines lock-clients resolve ci clean
 
 help: ## show this help
@@ -137,6 +139,10 @@ image: $(READY) ## build the image with docker or podman, and run it (Java 17, M
 	@$(TOOL) build $(if $(BASE),--build-arg BASE=$(BASE)) $(BUILD) --file infra/docker/Dockerfile --target forebay --tag $(IMAGE) .
 	@$(BIN)/python -m tests.harness.demo_image $(IMAGE) --tool "$(TOOL)" --run "$(RUN)"
 
+docs: $(READY_DOCS) ## build the documentation as a site in .site, for any browser without a network
+	@NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/mkdocs build --strict --config-file infra/docs/mkdocs.yml
+	@echo 'docs: open .site/index.html'
+
 lint: $(READY) ## check style, import layers, spelling and the types of the console's page
 	@$(BIN)/ruff check --quiet --output-format concise
 	@$(BIN)/ruff format --check --quiet
@@ -185,6 +191,7 @@ lock: $(READY) lock-engines lock-clients ## update all locked requirements, with
 	@$(UV) $(COMPILE) requirements/nixl.in --override requirements/nixl-overrides.txt -o requirements/nixl.txt
 	@$(UV) $(COMPILE) requirements/gateway.in -o requirements/gateway.txt
 	@$(UV) $(COMPILE) requirements/chart.in -o requirements/chart.txt
+	@$(UV) $(COMPILE) requirements/docs.in -o requirements/docs.txt
 
 lock-engines: $(READY) ## update the locked requirements of .venv-engines, with hashes
 	@$(UV) $(COMPILE) --extra indexer --group build --group test pyproject.toml requirements/engines.in \
@@ -208,7 +215,7 @@ ci: ## run all CI checks
 	@.ci/run
 
 clean: ## remove everything that make targets built
-	@rm -rf $(VENV) $(VENV_ENGINES) $(VENV_CLIENTS) $(VENV_GATEWAY) $(VENV_CHART) .tools .kafka/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz .import_linter_cache .coverage htmlcov dist
+	@rm -rf $(VENV) $(VENV_ENGINES) $(VENV_CLIENTS) $(VENV_GATEWAY) $(VENV_CHART) $(VENV_DOCS) .site .tools .kafka/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz .import_linter_cache .coverage htmlcov dist
 	@find $(SOURCES) infra tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): requirements/base.txt requirements/nixl.txt pyproject.toml
@@ -257,4 +264,10 @@ $(READY_CHART): $(READY) requirements/chart.txt
 	@echo 'chart: building $(VENV_CHART), once'
 	@[ -x $(VENV_CHART)/bin/python ] || $(UV) venv --quiet --python $(BIN)/python $(VENV_CHART)
 	@$(UV) pip sync --quiet --require-hashes --python $(VENV_CHART)/bin/python requirements/chart.txt
+	@touch $@
+
+$(READY_DOCS): $(READY) requirements/docs.txt
+	@echo 'docs: building $(VENV_DOCS), once'
+	@[ -x $(VENV_DOCS)/bin/python ] || $(UV) venv --quiet --python $(BIN)/python $(VENV_DOCS)
+	@$(UV) pip sync --quiet --require-hashes --python $(VENV_DOCS)/bin/python requirements/docs.txt
 	@touch $@

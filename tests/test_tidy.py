@@ -445,7 +445,33 @@ def test_every_make_target_is_documented() -> None:
     check([line for line in targets if not re.search(r"## \w", line)], "Makefile targets without a `##` help")
 
 
-@pytest.mark.parametrize("name", ["base.txt", "clients.txt", "engines.txt", "nixl.txt"])
+def without_code(page: str) -> str:
+    return re.sub(r"^( *)```.*?^\1```|^<!--.*?-->|`[^`\n]+`", "", page, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: str) -> list[str]:
+    """Return the anchors of the headings of a page, as GitHub and the site of `make docs` name them."""
+    text = re.sub(r"^( *)```.*?^\1```", "", page, flags=re.DOTALL | re.MULTILINE)
+    titles = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    return [re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles]
+
+
+def test_links_between_pages_lead_to_a_file_and_a_heading() -> None:
+    pages = {path: text for path, text in text_files().items() if path.suffix == ".md"}
+    faults = []
+    for path, text in pages.items():
+        for link, anchor in re.findall(r"\]\((?![a-z]+:)([^)#\s]*)#?([^)\s]*)\)", without_code(text)):
+            target = (path.parent / link).resolve() if link else path
+            # Of equal headings of a page, only the first has the same anchor everywhere.
+            if not target.exists() or (anchor and anchor not in anchors(pages.get(target, ""))):
+                faults.append(f"{shown(path)}: {link}#{anchor}")
+    check(faults, "dead links")
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted({path.name for path in ROOT.glob("requirements/*.txt")} - {"engines-overrides.txt", "nixl-overrides.txt"}),
+)
 def test_requirements_are_hashed(name: str) -> None:
     text = (ROOT / "requirements" / name).read_text()
     blocks = re.split(r"\n(?=[a-z])", "\n" + text, flags=re.IGNORECASE)[1:]
