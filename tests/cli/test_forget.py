@@ -45,7 +45,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 async def fill(path: Path) -> None:
     with closing(SqliteLog.open(path)) as log:
-        keys = [KeySet(key_hash=f"{number:064x}", tenant=TENANTS[number % 2]) for number in range(4)]
+        keys = [KeySet(key_hash=f"{number:012x}" + "0" * 52, tenant=TENANTS[number % 2]) for number in range(4)]
         await log.append([Draft(KEYS.name, 0, encode(KEYS, key), key.key) for key in keys])
         store = AnswerStore(log)
         async with background(store.run()):

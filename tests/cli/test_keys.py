@@ -162,7 +162,7 @@ def test_an_unusable_file_is_not_changed(content: bytes | None, problem: str, tm
 
 
 def test_commands_at_the_same_time_lose_no_key(tmp_path: Path) -> None:
-    file, new = tmp_path / "keys", [KeySet(key_hash=f"{number:064x}", tenant="acme") for number in range(20)]
+    file, new = tmp_path / "keys", [KeySet(key_hash=f"{number:012x}" + "0" * 52, tenant="acme") for number in range(20)]
 
     async def create_all() -> None:
         await asyncio.gather(*(asyncio.to_thread(keys.append, file, event) for event in new))

@@ -7,28 +7,28 @@ import pytest
 from forebay.events.keys import KeySet
 from forebay.events.requests import RoutingHints
 from forebay.ingress.access_log import LOGGER, open_entry
-from forebay.ingress.caller import ANONYMOUS, caller_with, set_caller
+from forebay.ingress.caller import ANONYMOUS, Caller, set_caller
 from forebay.ingress.errors import ApiError
 
 KEY = KeySet(key_hash="ab" * 32, tenant="acme", weight=3, queue_classes=("silver", "batch"))
 
 
 def test_a_key_names_its_tenant_and_hides_itself() -> None:
-    caller = caller_with(KEY)
-    assert (caller.tenant, caller.key_id, caller.weight) == ("acme", "abababababab", 3)
+    key = Caller(KEY).key
+    assert (key.tenant, key.key_id, key.weight) == ("acme", "abababababab", 3)
 
 
 @pytest.mark.parametrize(
     ("given", "expected"), [("", "tenant/acme"), ("chat", "tenant/acme/chat"), ("tenant/x", "tenant/acme/tenant/x")]
 )
 def test_tenants_do_not_share_cached_blocks(given: str, expected: str) -> None:
-    assert caller_with(KEY).namespace(given) == expected
+    assert Caller(KEY).namespace(given) == expected
     assert ANONYMOUS.namespace(given) == (f"client/{given}" if given == "tenant/x" else given)
     assert ANONYMOUS.namespace(expected) != expected
 
 
 def test_a_client_may_only_lower_its_priority() -> None:
-    caller = caller_with(KEY)
+    caller = Caller(KEY)
     assert caller.routing(RoutingHints(priority=9, strict_priority=5)) == RoutingHints(policy_class="silver")
     lowered = RoutingHints(policy_class="batch", priority=-4)
     assert caller.routing(lowered) == lowered
@@ -42,13 +42,13 @@ def test_without_a_tenant_hints_stay() -> None:
 
 
 def test_a_key_without_classes_uses_the_default_class() -> None:
-    caller = caller_with(KeySet(key_hash="cd" * 32, tenant="acme"))
+    caller = Caller(KeySet(key_hash="cd" * 32, tenant="acme"))
     assert caller.routing(RoutingHints(policy_class="gold")).policy_class == ""
 
 
 def test_the_access_log_names_the_tenant_of_a_key(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, LOGGER)
-    for caller in (caller_with(KEY), ANONYMOUS):
+    for caller in (Caller(KEY), ANONYMOUS):
         scope = {"method": "GET", "path": "/v1/models"}
         entry = open_entry(scope)
         assert entry is not None

@@ -22,8 +22,8 @@ def key_of(name: str) -> KeySet:
     return KeySet(key_hash=sha256(name.encode()).hexdigest(), tenant=name)
 
 
-def digest(name: str) -> bytes:
-    return sha256(name.encode()).digest()
+def id_of(name: str) -> str:
+    return key_of(name).key_id
 
 
 async def test_the_newest_event_of_a_key_counts_until_a_record_without_value_removes_it() -> None:
@@ -38,13 +38,12 @@ async def test_the_newest_event_of_a_key_counts_until_a_record_without_value_rem
         assert (
             reader.keys
             == writer.keys
-            == {digest("one"): replace(key_of("one"), revoked_us=7), digest("two"): key_of("two")}
+            == {id_of("one"): replace(key_of("one"), revoked_us=7), id_of("two"): key_of("two")}
         )
         async with background(reader.run()):
             await log.append([Draft(KEYS.name, PARTITION, b"", key_of("two").key)])
-            await until(lambda: reader.find(digest("two")) is None)
-        assert set(reader.by_id) == {key_of("one").key_id}
-        assert reader.find(digest("one")) is not None
+            await until(lambda: id_of("two") not in reader.keys)
+        assert set(reader.keys) == {id_of("one")}
 
 
 @pytest.mark.parametrize(
@@ -54,7 +53,7 @@ async def test_the_newest_event_of_a_key_counts_until_a_record_without_value_rem
         (encode(KEYS, key_of("two")), key_of("one").key),
         (encode(KEYS, key_of("two")), None),
         (b"", b"\xff"),
-        (b"", b"no digest"),
+        (b"", b"no id of a key"),
         (b"", None),
     ],
 )
@@ -77,5 +76,5 @@ async def test_the_number_of_keys_has_a_bound(monkeypatch: pytest.MonkeyPatch) -
         await asyncio.gather(*(book.set(key_of(name)) for name in ("one", "two", "three")))
         await book.set(replace(key_of("one"), revoked_us=7))
         assert [key.tenant for key in book.keys.values()] == ["one", "two"]
-        assert book.find(digest("one")) == replace(key_of("one"), revoked_us=7)
+        assert book.keys[id_of("one")] == replace(key_of("one"), revoked_us=7)
         assert book.undecodable == 1

@@ -70,4 +70,5 @@ class KeySet(Event, tag="key.set", frozen=True, kw_only=True):
         return self.key_hash[:KEY_ID_DIGITS]
 
 
+NO_KEY = KeySet(key_hash="", tenant="")  # of clients without a tenant
 KeyEvent = KeySet

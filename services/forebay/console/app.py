@@ -18,7 +18,7 @@ from forebay.console.actions import add_actions
 from forebay.console.console import Console
 from forebay.console.routes import add_routes
 from forebay.console.settings import ConsoleSettings
-from forebay.ingress.api_keys import PlainKeys
+from forebay.ingress.api_keys import ApiKeys
 from forebay.ingress.http.endpoint import TlsFiles
 from forebay.ingress.http.error_handlers import add_errors
 from forebay.ingress.http.guards import ApiKeyGuard, OriginGuard, allowed_hosts
@@ -56,7 +56,7 @@ class PageHeaders:
 def build_console_app(console: Console, hosts: frozenset[str] | None) -> FastAPI:
     """Return the HTTP application of a console that accepts these values of the header `Host`; None accepts all."""
     app = FastAPI(title="forebay console", summary="The fleet, any request, any moment", docs_url=None, redoc_url=None)
-    app.add_middleware(ApiKeyGuard, keys=PlainKeys([console.settings.token]), on_rejected=_ignore)
+    app.add_middleware(ApiKeyGuard, keys=ApiKeys([console.settings.token]), on_rejected=_ignore)
     app.add_middleware(OriginGuard, hosts=hosts, origins=frozenset(), on_rejected=_ignore)
     app.add_middleware(PageHeaders)
     add_errors(app)

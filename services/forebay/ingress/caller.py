@@ -1,14 +1,13 @@
 """Who sent a request: the tenant and the rights of its API key. The log has this with the request."""
 
 from collections.abc import Iterable, MutableMapping
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
 import msgspec
 
 from forebay.events.base import U64_BYTES
-from forebay.events.keys import KeySet
+from forebay.events.keys import NO_KEY, KeySet
 from forebay.events.names import unknown_name
 from forebay.events.requests import RoutingHints
 from forebay.events.trace_ids import TRACEPARENT
@@ -20,23 +19,21 @@ OF_TENANT = "tenant/"  # start of the cache namespaces of tenants
 _SCOPE_KEY = "forebay.caller"
 
 
-class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Client of a request, as its API key identifies it. Values of `RequestSubmitted` have the same names.
+class Caller(msgspec.Struct, frozen=True):
+    """Client of a request, as its API key identifies it.
 
     Attributes:
-        cache_namespace: keys with the same value share cached blocks; empty for a request without a tenant.
-        queue_classes: queue classes of which the client may choose; the first one is the default.
-        key: event of the API key; None for an anonymous client or a key without a tenant.
+        key: event of the API key; `NO_KEY` for an anonymous client or a key without a tenant.
+        end_user: as in `RequestSubmitted`; so is `traceparent`.
     """
 
-    tenant: str = ""
-    key_id: str = ""
-    weight: int = 1
+    key: KeySet = NO_KEY
     end_user: int = 0
     traceparent: str = ""
-    cache_namespace: str = ""
-    queue_classes: tuple[str, ...] = ()
-    key: KeySet | None = None
+
+    @property
+    def tenant(self) -> str:
+        return self.key.tenant
 
     def with_details(self, end_user: str, headers: Iterable[tuple[str, str]]) -> "Caller":
         """Return the caller of one request, with the hash of the client's user and the trace context of the headers.
@@ -57,18 +54,18 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def namespace(self, given: str) -> str:
         """Return the cache namespace of a request for which the client gave this one."""
-        if not self.cache_namespace:
+        if not self.tenant:
             return f"client/{given}" if given.startswith(OF_TENANT) else given  # nobody else has blocks of a tenant
-        return OF_TENANT + (f"{self.cache_namespace}/{given}" if given else self.cache_namespace)
+        own = OF_TENANT + (self.key.cache_namespace or self.tenant)
+        return f"{own}/{given}" if given else own
 
     def may_use(self, model: str) -> bool:
         """Return whether the API key permits the model that a client names."""
-        return self.key is None or not self.key.models or model in self.key.models
+        return not self.key.models or model in self.key.models
 
     def require_model(self, model: str) -> None:
         """Raise ApiError (404) if the API key does not permit the model that a client names."""
         if not self.may_use(model):
-            assert self.key is not None
             text = unknown_name("model", model, self.key.models)
             raise ApiError(404, "model_not_found", f"{text}; the API key permits no others", "model")
 
@@ -77,9 +74,9 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
 
         Raises ApiError (400) for a queue class that the key may not use.
         """
-        if self.key is None:
+        if not self.tenant:
             return hints
-        allowed, chosen = self.queue_classes, hints.policy_class
+        allowed, chosen = self.key.queue_classes, hints.policy_class
         if chosen and allowed and chosen not in allowed:
             text = f"the API key may not use the queue class {chosen!r}; it may use: {', '.join(allowed)}"
             raise invalid(text, "nvext.policy_class", "queue_class_not_allowed")
@@ -91,19 +88,6 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 ANONYMOUS = Caller()
-
-
-@lru_cache(1_000)
-def caller_with(key: KeySet) -> Caller:
-    """Return the caller that an API key identifies."""
-    return Caller(
-        tenant=key.tenant,
-        key_id=key.key_id,
-        weight=key.weight,
-        cache_namespace=key.cache_namespace or key.tenant,
-        queue_classes=key.queue_classes,
-        key=key,
-    )
 
 
 def unusable(key: KeySet, at_us: int) -> ApiError | None:
@@ -118,7 +102,7 @@ def unusable(key: KeySet, at_us: int) -> ApiError | None:
 def set_caller(scope: MutableMapping[str, Any], caller: Caller) -> None:
     """Note the caller of an HTTP request, also for the access log."""
     scope[_SCOPE_KEY] = caller
-    add_fields(scope, **fields_of(caller.tenant, caller.key_id))
+    add_fields(scope, **fields_of(caller.tenant, caller.key.key_id))
 
 
 def caller_of(scope: MutableMapping[str, Any]) -> Caller:

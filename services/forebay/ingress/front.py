@@ -16,6 +16,7 @@ from forebay.ingress.streams import ReplySlot, ReplySlots
 from forebay.ingress.tokenizer import TokenizerPool
 from forebay.transport.answers import AnswerStore
 from forebay.transport.base import Log
+from forebay.transport.keys import KeyBook
 from forebay.transport.limits import LimitStore, MemoryLimits
 
 BACKGROUND_MAX = 1_024  # responses whose clients have disconnected and that are rendered to the end, to be kept
@@ -53,11 +54,11 @@ class Front:
         self.slots = ReplySlots(log, self.slot)
         self.answers = AnswerStore(log)
         self.keys = ApiKeys(
-            log,
             settings.api_keys,
+            KeyBook(log),
             settings.key_file,
-            settings.admin_token,
-            metrics.key_file_unusable.inc,
+            admin_token=settings.admin_token,
+            on_unusable=metrics.key_file_unusable.inc,
             is_required=settings.requires_key,
         )
         self.limits = LimitsOfKeys(limit_store or MemoryLimits(), settings.incarnation, metrics)

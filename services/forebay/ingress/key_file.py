@@ -22,12 +22,12 @@ class KeyFile:
 
     Attributes:
         plain: keys without a tenant.
-        tenants: records of the keys of tenants by SHA-256 of the key. Of several for a key, the last one counts.
+        tenants: records of the keys of tenants by id of the key. Of several for a key, the last one counts.
     """
 
     path: Path
     plain: tuple[str, ...] = field(repr=False)
-    tenants: dict[bytes, KeySet]
+    tenants: dict[str, KeySet]
 
 
 def read_keys(path: Path) -> KeyFile:
@@ -37,7 +37,7 @@ def read_keys(path: Path) -> KeyFile:
 
 def parse_keys(path: Path, text: str) -> KeyFile:
     """Return the keys in the text of a file. Raises ConfigError, which names the line and never a key."""
-    where, plain, tenants = _where(path), list[str](), dict[bytes, KeySet]()
+    where, plain, tenants = _where(path), list[str](), dict[str, KeySet]()
     if len(text) > FILE_BYTES_MAX:
         raise ConfigError(f"{where} is larger than {FILE_BYTES_MAX} bytes; expected one key per line")
     for number, line in enumerate(map(str.strip, text.split("\n")), 1):
@@ -46,7 +46,7 @@ def parse_keys(path: Path, text: str) -> KeyFile:
                 event: KeySet = decode(KEYS, line.encode())
             except DecodeError as error:
                 raise ConfigError(f"{where}: line {number} is no record of `forebay keys create`: {error}") from None
-            tenants[bytes.fromhex(event.key_hash)] = event
+            tenants[event.key_id] = event
         elif line:
             plain += require_keys(where, [line], f"line {number}")
     if not plain and not tenants:

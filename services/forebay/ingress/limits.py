@@ -50,10 +50,8 @@ logger = logging.getLogger(__name__)
 
 
 @lru_cache(1_000)
-def limits_of(event: KeySet | None) -> Amounts | None:
+def limits_of(event: KeySet) -> Amounts | None:
     """Return the limits of an API key, None if it has none."""
-    if event is None:
-        return None
     limits = (
         event.requests_per_minute,
         event.tokens_per_minute,
@@ -216,13 +214,13 @@ class LimitsOfKeys:
         self._returned = 0  # beats since the store is back
         metrics.limits_degraded.set_function(lambda: self._failed_s is not None)
 
-    async def admit(self, event: KeySet | None, prompt_tokens: int, max_tokens: int) -> Reservation | None:
+    async def admit(self, event: KeySet, prompt_tokens: int, max_tokens: int) -> Reservation | None:
         """Return the reservation of a request, None if its key has no limits.
 
         Raises ApiError: 429 if a limit is reached, 400 if the request can never be admitted.
         """
         limits = limits_of(event)
-        if event is None or limits is None:
+        if limits is None:
             return None
         tokens, most = prompt_tokens + max_tokens, limits.tokens_max
         if tokens > most:

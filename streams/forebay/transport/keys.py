@@ -1,7 +1,7 @@
 """The API keys on the topic `keys`: an event per key, with the hash of the key and the rights of its tenant."""
 
 from forebay.events.codec import DecodeError, decode, encode
-from forebay.events.keys import KeySet
+from forebay.events.keys import KEY_ID_DIGITS, KeySet
 from forebay.events.topics import KEYS
 from forebay.transport.base import Draft, Log, Record
 from forebay.transport.follower import Follower
@@ -15,16 +15,11 @@ class KeyBook(Follower):
 
     def __init__(self, log: Log) -> None:
         super().__init__(log, KEYS)
-        self.keys: dict[bytes, KeySet] = {}  # by SHA-256 of the API key
-        self.by_id: dict[str, KeySet] = {}
+        self.keys: dict[str, KeySet] = {}  # by id of the API key
 
     async def start(self) -> None:
         """Read all keys. Raises LogError."""
         await self.read_all(PARTITION)
-
-    def find(self, digest: bytes) -> KeySet | None:
-        """Return the event of the API key with this SHA-256, also if the key is revoked or has expired."""
-        return self.keys.get(digest)
 
     async def set(self, event: KeySet) -> None:
         """Append the event of a key, and wait until it was read. Raises LogError."""
@@ -43,20 +38,11 @@ class KeyBook(Follower):
 
     def apply(self, record: Record) -> None:
         if not record.value:
-            removed = self.keys.pop(_digest(record.key), None)
-            self.by_id.pop(removed.key_id if removed else "", None)
+            self.keys.pop((record.key or b"").decode(errors="replace")[:KEY_ID_DIGITS], None)
             return
         event: KeySet = decode(KEYS, record.value)
         if record.key != event.key:
             raise DecodeError(f"its key is {record.key!r}, but the event is about the API key {event.key_id}")
-        digest = _digest(event.key)
-        if len(self.keys) >= KEYS_MAX and digest not in self.keys:
+        if len(self.keys) >= KEYS_MAX and event.key_id not in self.keys:
             raise DecodeError(f"there are {KEYS_MAX:,} API keys already")
-        self.keys[digest] = self.by_id[event.key_id] = event
-
-
-def _digest(key: bytes | None) -> bytes:
-    try:
-        return bytes.fromhex((key or b"").decode())
-    except ValueError:  # also for text that is not UTF-8
-        return b""
+        self.keys[event.key_id] = event

@@ -23,8 +23,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forebay import runtime
 from forebay.ingress.access_log import PROBES
-from forebay.ingress.api_keys import PlainKeys
-from forebay.ingress.caller import caller_with, set_caller, unusable
+from forebay.ingress.api_keys import ApiKeys
+from forebay.ingress.caller import Caller, set_caller, unusable
 from forebay.ingress.errors import ApiError
 from forebay.ingress.http.endpoint import is_loopback
 from forebay.runtime.errors import ConfigError
@@ -167,7 +167,7 @@ class ApiKeyGuard(Guard):
     An API key never opens the admin API. If no key is required, requests without a key pass.
     """
 
-    def __init__(self, app: ASGIApp, keys: PlainKeys, on_rejected: Callable[[str], None]) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, on_rejected: Callable[[str], None]) -> None:
         super().__init__(app, on_rejected)
         self._keys = keys
 
@@ -189,14 +189,12 @@ class ApiKeyGuard(Guard):
             return None
         problem: ApiError | None = None
         for key in map(bytes.strip, keys):
-            if known.is_plain(key):
-                return None
             event = known.find(key)
             if event is None or event.public_key:  # the public key is no secret
                 continue
             problem = unusable(event, runtime.wall_us())
             if problem is None:
-                set_caller(scope, caller_with(event))
+                set_caller(scope, Caller(event))
                 return None
         return problem or _invalid_key(text)
 

@@ -64,7 +64,7 @@ class RunRoutes:
         front = self._models.front
         try:
             caller = caller_of(scope)
-            if caller.key is not None:
+            if caller.tenant:
                 send = _with_limits(send, front.limits, caller.key)
             front.admission.enter(tenant=caller.tenant, is_read=kind is None)
         except ApiError as error:
@@ -112,7 +112,7 @@ async def respond(request: Request, models: ServedModels, finder: RequestFinder,
             replies_early = bool(body.background and not body.stream)
         prepared = await model.prepare(body, request.headers.items(), name, caller)
         add_fields(request.scope, model=body.model)
-        run = _Run(request.url.path, model, finder, prepared, began_s, body.outlives, replies_early, caller.key)
+        run = _Run(request.url.path, model, finder, prepared, began_s, body.outlives, replies_early)
     return await run.submit(request_id, idempotency)
 
 
@@ -122,7 +122,6 @@ class _Run(NamedTuple):
     Attributes:
         outlives: whether the request outlives its connection.
         replies_early: whether the client gets a response as soon as the request is on the log.
-        key: API key of a tenant, whose limits apply.
     """
 
     path: str
@@ -132,12 +131,12 @@ class _Run(NamedTuple):
     began_s: float
     outlives: bool
     replies_early: bool
-    key: KeySet | None
 
     async def submit(self, request_id: str, idempotency: Idempotency | None) -> Response:
         """Submit the request with a new id, and return its unsent response. Raises ApiError."""
         # Count the request for the limits of its key, with all tokens that it may use.
-        reservation = await self.model.group.front.limits.admit(self.key, *reserved_tokens(self.prepared))
+        key = self.prepared[0].caller.key
+        reservation = await self.model.group.front.limits.admit(key, *reserved_tokens(self.prepared))
         try:
             return await self._submit(request_id, idempotency, reservation)
         except BaseException:

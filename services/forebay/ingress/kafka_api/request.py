@@ -14,7 +14,7 @@ from forebay.events.topics import OPENAI_RESPONSES, topic_named
 from forebay.ingress.api_keys import ApiKeys
 from forebay.ingress.bodies import KINDS, AnyBody
 from forebay.ingress.body_limits import BOM, BodyLimits
-from forebay.ingress.caller import ANONYMOUS, Caller, caller_with, unusable
+from forebay.ingress.caller import ANONYMOUS, Caller, unusable
 from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.openai.fields import parse
 from forebay.ingress.openai.requests import CHAT_PATH, REQUEST_ID
@@ -138,7 +138,7 @@ def signer(record: Record, topic: str, keys: ApiKeys, *, is_required: bool) -> C
         text = f"{signing.TIME} is {sent_ms[:15]!r}, but must be within {SIGNATURE_MS:,} ms of the time of the broker, "
         text += f"{at_ms}; check the clock, and sign a record again before you repeat it"
         raise ApiError(401, "signature_expired", text, signing.TIME)
-    return caller_with(key)
+    return Caller(key)
 
 
 def _invalid(text: str, param: str) -> ApiError:
