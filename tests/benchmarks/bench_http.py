@@ -202,12 +202,16 @@ Side = Callable[[str], AbstractContextManager[str]]  # from a speed of the engin
 
 
 def measure(sides: list[tuple[Side, str, list[str]]], rounds: int) -> list[dict[str, list[dict[str, Any]]]]:
-    """Load the sides in turn, each with its URL and options of the load client; return the results by side and case."""
+    """Load the sides in turn, each with its URL and options of the load client; return the results by side and case.
+
+    The order of the sides alternates, so that a machine that becomes slower favors neither of them.
+    """
     found: list[dict[str, list[dict[str, Any]]]] = [{case: [] for case in (*CASES, *STEADY_CASES)} for _ in sides]
     for number in range(rounds):
         sys.stderr.write(f"round {number + 1} of {rounds}\n")
         for speedup, cases in ((FAST, CASES), (STEADY_SPEED, STEADY_CASES)):
-            for (side, url, own), results in zip(sides, found, strict=True):
+            pairs = list(zip(sides, found, strict=True))
+            for (side, url, own), results in reversed(pairs) if number % 2 else pairs:
                 with side(speedup) as pids:
                     for case, options in cases.items():
                         results[case].append(load(url, pids, [*options, *own]))
