@@ -153,7 +153,9 @@ async def test_odd_records_stop_no_service(cluster: Cluster, capsys: pytest.Capt
     finally:
         await log.close()
     report = await cluster.require_verified()
-    assert report["decisions"] >= 3 * REQUEST_COUNT
+    # Retention may have removed inputs with ancient timestamps. Verification then begins at the snapshot of the first
+    # owner, and has only the decisions of the second one: a request of each API per number.
+    assert report["decisions"] >= 2 * REQUEST_COUNT
     await asyncio.to_thread(check_tails, cluster, produced)
     cluster.processes.check()
 
