@@ -60,7 +60,7 @@ class FaultyStore(MemoryLimits):
         super().__init__()
         self.is_down = False
         self.ingresses = 1
-        self.generation = 1
+        self.known = set[str]()
         self.calls = 0
         self.lost_replies = 0
 
@@ -74,14 +74,16 @@ class FaultyStore(MemoryLimits):
             raise LimitsUnavailable("lost")
         return reply
 
-    async def beat(self, ingress: str) -> tuple[int, int]:
+    async def beat(self, ingress: str) -> tuple[bool, int]:
         if self.is_down:
             raise LimitsUnavailable("down")
-        return self.generation, self.ingresses
+        is_new = ingress not in self.known
+        self.known.add(ingress)
+        return is_new, self.ingresses
 
     def restart_empty(self) -> None:
         self._packed.clear()
-        self.generation += 1
+        self.known.clear()
 
 
 class Cluster:

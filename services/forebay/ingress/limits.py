@@ -183,10 +183,10 @@ class _Key:
         if is_alone:
             return
         self.known, self._totals = reply.counts, total(reply.counts.values())
-        self._read_s, self._second = began_s, reply.at_s
+        self._read_s, self._second = began_s, mine.at_s
         self._requests, self._tokens = reply.requests, reply.tokens
-        self.counts.advance(reply.at_s)
-        self.counts.add(reply.at_s, reply.requests, reply.tokens)
+        self.counts.advance(mine.at_s)
+        self.counts.add(mine.at_s, reply.requests, reply.tokens)
         self.counts.slots = mine.slots
 
     def correct(self, second: int, requests: int, tokens: int) -> None:
@@ -209,7 +209,6 @@ class LimitsOfKeys:
         self._keys: dict[str, _Key] = {}  # by id; at most as many as there are API keys
         self._in_use: set[str] = set()  # ids of keys whose totals are read
         self._ingresses = 1
-        self._generation = 0
         self._failed_s: float | None = None  # time at which the store failed
         self._returned = 0  # beats since the store is back
         metrics.limits_degraded.set_function(lambda: self._failed_s is not None)
@@ -283,16 +282,15 @@ class LimitsOfKeys:
             await self.beat()
 
     async def beat(self) -> None:
-        """Read the totals of keys in use. If the store has failed or begun again, write those of all keys."""
+        """Read the totals of keys in use. If the store has failed or lost them, write those of all keys."""
         try:
             async with asyncio.timeout(ANSWER_S):
-                generation, self._ingresses = await self._store.beat(self._ingress)
+                is_new, self._ingresses = await self._store.beat(self._ingress)
         except (TimeoutError, LimitsUnavailable) as error:
             self._fail(error)
             return
-        if self._failed_s is not None or self._generation not in (0, generation):
+        if self._failed_s is not None or is_new:
             self._in_use.update(self._keys)
-        self._generation = generation
         self._returned += 1
         for key_id in list(self._in_use):
             key = self._keys[key_id]

@@ -133,15 +133,9 @@ class Ask(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """Result of a call.
-
-    Attributes:
-        counts: counts of all ingresses, also with what was granted.
-        at_s: second of the store's clock, in which the granted `requests` and `tokens` count.
-    """
+    """Counts of all ingresses after a call, and the requests and tokens that it took, which count in its second."""
 
     counts: AllCounts
-    at_s: int
     requests: int
     tokens: int
 
@@ -151,8 +145,8 @@ class LimitStore(Protocol):
 
     async def take(self, ask: Ask) -> Reply: ...
 
-    async def beat(self, ingress: str) -> tuple[int, int]:
-        """Note that an ingress runs. Return the generation of the store, and the number of ingresses."""
+    async def beat(self, ingress: str) -> tuple[bool, int]:
+        """Note that an ingress runs. Return whether the store did not know this, and the number of ingresses."""
         ...
 
 
@@ -184,7 +178,7 @@ def take(packed: bytes, ask: Ask, now: int) -> Reply:
     requests, tokens = min(ask.requests, max(0, left.requests)), min(ask.tokens, max(0, left.tokens_max))
     mine.add(now, requests, tokens)
     mine.slots = max(ask.in_flight, min(ask.slots, left.in_flight))
-    return Reply(counts, now, requests, tokens)
+    return Reply(counts, requests, tokens)
 
 
 def total(counts: Collection[Counts]) -> Amounts:
@@ -209,6 +203,6 @@ class MemoryLimits:
         self._packed[ask.key_id] = pack(reply.counts)
         return reply
 
-    async def beat(self, ingress: str) -> tuple[int, int]:
+    async def beat(self, ingress: str) -> tuple[bool, int]:
         del ingress
-        return 1, 1
+        return False, 1

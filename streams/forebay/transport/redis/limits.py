@@ -1,7 +1,7 @@
 """Implement the port `LimitStore` on Redis. An ingress reads the counts of a key, applies its call, and writes them.
 
 Keys: `<namespace>:limits:<key id>`, packed `AllCounts`; a sorted set `<namespace>:limit-ingresses` of the last second
-in which each ingress has called; `<namespace>:limit-generation`, which is missing in a Redis that has begun again.
+in which each ingress has called.
 """
 
 import redis
@@ -24,11 +24,10 @@ return {found, redis.call('TIME')[1]}
 """
 BEAT = f"""
 local time = redis.call('TIME')
-redis.call('ZADD', KEYS[1], time[1], ARGV[1])
+local added = redis.call('ZADD', KEYS[1], time[1], ARGV[1])
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', time[1] - {LAPSE_S})
 redis.call('ZREMRANGEBYSCORE', KEYS[1], time[1] + {LAPSE_S}, '+inf')
-redis.call('SET', KEYS[2], time[1] .. time[2], 'NX')
-return {{tonumber(redis.call('GET', KEYS[2])), redis.call('ZCARD', KEYS[1])}}
+return {{added, redis.call('ZCARD', KEYS[1])}}
 """
 
 
@@ -43,14 +42,13 @@ class RedisLimits:
     async def take(self, ask: Ask) -> Reply:
         return await runtime.offload(self._take_now, ask)
 
-    async def beat(self, ingress: str) -> tuple[int, int]:
+    async def beat(self, ingress: str) -> tuple[bool, int]:
         return await runtime.offload(self._beat_now, ingress)
 
-    def _beat_now(self, ingress: str) -> tuple[int, int]:
-        keys = [f"{self._prefix}:limit-ingresses", f"{self._prefix}:limit-generation"]
+    def _beat_now(self, ingress: str) -> tuple[bool, int]:
         with redis_errors(LimitsUnavailable):
-            generation, count = self._beat(keys, [ingress])
-        return generation, count
+            added, count = self._beat([f"{self._prefix}:limit-ingresses"], [ingress])
+        return bool(added), count
 
     def _take_now(self, ask: Ask) -> Reply:
         keys = [f"{self._prefix}:limits:{ask.key_id}"]
