@@ -63,16 +63,14 @@ def limits_of(event: KeySet) -> Amounts | None:
 
 
 class Reservation:
-    """What a request counts for its key until `end`, which may be called again without effect."""
+    """What a request counts for its key until `end`, which may be called again without effect. Nothing without key."""
 
-    __slots__ = ("_key", "_second", "_tokens", "is_open")
-
-    def __init__(self, key: "_Key", tokens: int, second: int) -> None:
-        self._key = key
+    def __init__(self, key: "_Key | None" = None, tokens: int = 0, second: int = 0) -> None:
+        self._key = key  # None after the end
         self._tokens = tokens
         self._second = second
-        self.is_open = True
-        key.in_flight += 1
+        if key is not None:
+            key.in_flight += 1
 
     def end(self, tokens: int | None) -> None:
         """Count the tokens that the request has used; with None those that it reserved."""
@@ -83,10 +81,10 @@ class Reservation:
         self._finish(-1, -self._tokens)
 
     def _finish(self, requests: int, tokens: int) -> None:
-        if self.is_open:
-            self.is_open = False
-            self._key.in_flight -= 1
-            self._key.correct(self._second, requests, tokens)
+        key, self._key = self._key, None
+        if key is not None:
+            key.in_flight -= 1
+            key.correct(self._second, requests, tokens)
 
 
 class _Key:
@@ -213,14 +211,14 @@ class LimitsOfKeys:
         self._returned = 0  # beats since the store is back
         metrics.limits_degraded.set_function(lambda: self._failed_s is not None)
 
-    async def admit(self, event: KeySet, prompt_tokens: int, max_tokens: int) -> Reservation | None:
-        """Return the reservation of a request, None if its key has no limits.
+    async def admit(self, event: KeySet, prompt_tokens: int, max_tokens: int) -> Reservation:
+        """Return the reservation of a request.
 
         Raises ApiError: 429 if a limit is reached, 400 if the request can never be admitted.
         """
         limits = limits_of(event)
         if limits is None:
-            return None
+            return Reservation()
         tokens, most = prompt_tokens + max_tokens, limits.tokens_max
         if tokens > most:
             text = f"{prompt_tokens:,} prompt tokens and {max_tokens:,} output tokens exceed the {most:,} tokens"

@@ -32,7 +32,7 @@ from forebay.ingress.http.idempotency import REPLAYED, Idempotency, idempotency_
 from forebay.ingress.http.queries import respond_to_query
 from forebay.ingress.http.response import AttachedResponse, OneResponse, PartsResponse
 from forebay.ingress.http.responses import BackgroundResponse, snapshot, with_history
-from forebay.ingress.limits import LimitsOfKeys, Reservation
+from forebay.ingress.limits import LimitsOfKeys
 from forebay.ingress.loaded_model import LoadedModel
 from forebay.ingress.openai.embeddings import EmbeddingBody
 from forebay.ingress.prepare import PreparedRequest, reserved_tokens
@@ -138,30 +138,25 @@ class _Run(NamedTuple):
         key = self.prepared[0].caller.key
         reservation = await self.model.group.front.limits.admit(key, *reserved_tokens(self.prepared))
         try:
-            return await self._submit(request_id, idempotency, reservation)
+            response = await self._submit(request_id, idempotency)
         except BaseException:
-            if reservation is not None:
-                reservation.release()
+            reservation.release()
             raise
+        response.reservation = reservation
+        return response
 
-    async def _submit(
-        self, request_id: str, idempotency: Idempotency | None, reservation: Reservation | None
-    ) -> Response:
+    async def _submit(self, request_id: str, idempotency: Idempotency | None) -> OneResponse:
         group, parts = self.model.group, self._submissions(request_id, idempotency)
         fold = self.model.fold(parts[0])
         replay = None if idempotency is None else partial(self._replay, request_id, idempotency)
         recorder = Recorder() if fold.rendering.is_kept else None
         if len(parts) > 1:
-            return PartsResponse(
-                group, fold, parts, self.began_s, recorder=recorder, replay=replay, reservation=reservation
-            )
+            return PartsResponse(group, fold, parts, self.began_s, recorder=recorder, replay=replay)
         (first,) = parts
         recorded = None if recorder is None else RecordedStream(first.reply_key, first.request_id, recorder)
         stream = await group.submit(first, recorded)
         response = BackgroundResponse if self.replies_early else OneResponse
-        return response(
-            group, fold, first, stream, self.began_s, recorder=recorder, replay=replay, reservation=reservation
-        )
+        return response(group, fold, first, stream, self.began_s, recorder=recorder, replay=replay)
 
     def _submissions(self, request_id: str, idempotency: Idempotency | None) -> list[RequestSubmitted]:
         """Return the events of all parts, with the idempotency key, and with what the body says about their end."""

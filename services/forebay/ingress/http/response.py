@@ -70,8 +70,10 @@ class OneResponse(Response):
         first: the first part of the request.
         stream: receives the output.
         recorder: records the output for a kept answer.
-        reservation: what the request counts for the limits of its API key.
         replay: used if the owner locates an earlier request with the same idempotency key.
+
+    Attributes:
+        reservation: what the request counts for the limits of its API key.
     """
 
     def __init__(
@@ -84,10 +86,9 @@ class OneResponse(Response):
         *,
         recorder: Recorder | None = None,
         replay: Replay | None = None,
-        reservation: Reservation | None = None,
     ) -> None:
         self.background = None
-        self._reservation = reservation
+        self.reservation = Reservation()
         self._group = group
         self._metrics = group.metrics
         self._fold = fold
@@ -126,8 +127,7 @@ class OneResponse(Response):
             self._close()
             self._metrics.inflight.dec()
             self._group.front.in_background -= self._is_in_background
-            if self._reservation is not None:
-                self._settle(self._reservation)
+            self._settle()
             if status:
                 self._count(status)
             self._add_fields(scope)
@@ -139,16 +139,16 @@ class OneResponse(Response):
         elif self._recorder is not None:
             await self._keep(self._recorder)
 
-    def _settle(self, reservation: Reservation) -> None:
+    def _settle(self) -> None:
         """Count the tokens used for the limits of the API key; all reserved ones if the request may still run."""
         fold = self._fold
         has_run = bool(fold.output_tokens or self._stream.worker_id)
         if self._located is not None or (fold.error is not None and not has_run):
-            reservation.release()
+            self.reservation.release()
         else:
             # Until its end, or until the grace time is over.
             may_run = not fold.is_over and (self._outlives or (self._is_started and fold.stream))
-            reservation.end(None if may_run else fold.prompt_tokens + fold.output_tokens)
+            self.reservation.end(None if may_run else fold.prompt_tokens + fold.output_tokens)
 
     def _add_fields(self, scope: Scope) -> None:
         fold, fields, first = self._fold, self._fields, self._first

@@ -59,10 +59,10 @@ class RecordResponse:
         self.entry = entry
         self.where = where
         self.caller: dict[str, str] = {}
-        self.admission: Callable[[], Awaitable[Reservation | None]] | None = None
+        self.admission: Callable[[], Awaitable[Reservation]] | None = None
         self.fold = fold
         self.requests: list[PendingRequest] = []
-        self._reservation: Reservation | None = None
+        self._reservation = Reservation()
         self._sent = 0
         self._events = fold.begin(fold.request_id)
         self._began_s = runtime.monotonic_s()
@@ -80,9 +80,9 @@ class RecordResponse:
 
     def settle(self) -> None:
         """Count what the request has used, or all that it may use if it has begun and another ingress takes it over."""
-        if self._reservation is not None and self._has_run:
+        if self._has_run:
             self._reservation.end(self.fold.prompt_tokens + self.fold.output_tokens if self.fold.is_over else None)
-        elif self._reservation is not None:
+        else:
             self._reservation.release()
 
     @property

@@ -5,7 +5,6 @@ processes on a broker with an authorizer.
 """
 
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from aiokafka.errors import KafkaError
@@ -28,9 +27,6 @@ class Role(NamedTuple):
     writes: str = ""
     creates: str = ""
     groups: str = ""
-
-    def may_write(self, topic: str) -> bool:
-        return any(fnmatchcase(topic, name) for name in self.writes.split())
 
 
 # A group's journal with everything that its replay reads.
