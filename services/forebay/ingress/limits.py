@@ -97,12 +97,13 @@ class _Key:
         known: counts of all ingresses, as the store replied last before it failed.
     """
 
-    def __init__(self, limits: Amounts, ingress: str) -> None:
+    def __init__(self, key_id: str, limits: Amounts, ingress: str) -> None:
         self.limits = limits
         self.lock = asyncio.Lock()
         self.in_flight = 0
         self.counts = Counts()
         self.known: AllCounts = {}
+        self._key_id = key_id
         self._ingress = ingress
         self._totals = NOTHING  # of `known`
         self._read_s = runtime.monotonic_s()  # time of `known`; so is `_second` on the store's clock
@@ -110,9 +111,10 @@ class _Key:
         self._requests = self._tokens = 0  # granted and not spent
         self._written = 0  # version of `counts` that the store has
 
-    def spend(self, tokens: int, now_s: float) -> Reservation | None:
+    def spend(self, tokens: int) -> Reservation | None:
         """Return the reservation of a request from what the store has granted, None if that is not enough."""
-        is_granted = now_s < self._read_s + CHUNK_S and self._requests and tokens <= self._tokens
+        is_current = runtime.monotonic_s() < self._read_s + CHUNK_S
+        is_granted = is_current and self._requests and tokens <= self._tokens
         if not is_granted or self.in_flight >= self.counts.slots:
             return None
         self._requests -= 1
@@ -150,16 +152,17 @@ class _Key:
         windows = [one.window for one in (self.counts, *self.known.values())]
         return min((second for window in windows for second in window), default=self.counts.at_s)
 
-    def is_short(self, tokens: int, now_s: float) -> bool:
+    def is_short(self, tokens: int) -> bool:
         """Return whether the last reply is so new that it also rejects another request."""
-        return now_s - self._read_s < REJECT_S and not self.is_changed and not self.left().allow(tokens)
+        is_new = runtime.monotonic_s() - self._read_s < REJECT_S and not self.is_changed
+        return is_new and not self.left().allow(tokens)
 
     @property
     def is_changed(self) -> bool:
         """Whether the store lacks a change of the counts."""
         return self.counts.version != self._written
 
-    def ask(self, key_id: str, tokens: int | None) -> Ask:
+    def ask(self, tokens: int | None) -> Ask:
         """Return a call of the store, for a request with these tokens or for none.
 
         What is granted and not spent is given back.
@@ -172,7 +175,7 @@ class _Key:
         if tokens is not None:
             slots += _chunk(1, limits.in_flight)
             requests, tokens = _chunk(1, limits.requests), _chunk(tokens, limits.tokens_max)
-        return Ask(key_id, self._ingress, limits, packed, requests, tokens or 0, self.in_flight, slots)
+        return Ask(self._key_id, self._ingress, limits, packed, requests, tokens or 0, self.in_flight, slots)
 
     def take(self, reply: Reply, began_s: float, *, is_alone: bool) -> None:
         """Take the reply of a call that began at this time. While it counts alone, keep the counts from before."""
@@ -205,7 +208,7 @@ class LimitsOfKeys:
         self._store = store
         self._ingress = ingress
         self._keys: dict[str, _Key] = {}  # by id; at most as many as there are API keys
-        self._in_use: set[str] = set()  # ids of keys whose totals are read
+        self._in_use: set[_Key] = set()  # whose totals are read
         self._ingresses = 1
         self._failed_s: float | None = None  # time at which the store failed
         self._returned = 0  # beats since the store is back
@@ -216,37 +219,39 @@ class LimitsOfKeys:
 
         Raises ApiError: 429 if a limit is reached, 400 if the request can never be admitted.
         """
-        limits = limits_of(event)
-        if limits is None:
+        key = self._key(event)
+        if key is None:
             return Reservation()
-        tokens, most = prompt_tokens + max_tokens, limits.tokens_max
+        tokens, most = prompt_tokens + max_tokens, key.limits.tokens_max
         if tokens > most:
             text = f"{prompt_tokens:,} prompt tokens and {max_tokens:,} output tokens exceed the {most:,} tokens"
             remedy = "shorten the prompt or set a lower max_tokens"
             raise ApiError(400, "limit_exceeded", f"{text} of the API key; {remedy}", "max_tokens")
-        key = self._key(event, limits)
-        if (found := await self._spend(key, event.key_id, tokens)) is not None:
+        if (found := await self._spend(key, tokens)) is not None:
             return found
         left = self._left(key)
         if self._failed_s is None or not left.allow(tokens):
-            raise _shortage(limits, left, tokens, key.counts.at_s, key.first_s())
+            raise _shortage(key.limits, left, tokens, key.counts.at_s, key.first_s())
         return key.spend_alone(tokens)
 
-    async def _spend(self, key: _Key, key_id: str, tokens: int) -> Reservation | None:
+    async def _spend(self, key: _Key, tokens: int) -> Reservation | None:
         """Return the reservation of a request, None if the store does not grant enough or fails."""
-        if not key.lock.locked() and (found := key.spend(tokens, runtime.monotonic_s())) is not None:
+        if not key.lock.locked() and (found := key.spend(tokens)) is not None:
             return found
         async with key.lock:
-            found, now_s = key.spend(tokens, runtime.monotonic_s()), runtime.monotonic_s()
-            if found is None and self._failed_s is None and not key.is_short(tokens, now_s):
-                await self._call(key, key_id, tokens)
-                found = key.spend(tokens, runtime.monotonic_s())
+            found = key.spend(tokens)
+            if found is None and self._failed_s is None and not key.is_short(tokens):
+                await self._call(key, tokens)
+                found = key.spend(tokens)
             return found
 
-    def _key(self, event: KeySet, limits: Amounts) -> _Key:
-        key = self._keys.get(event.key_id)
+    def _key(self, event: KeySet) -> _Key | None:
+        """Return the state of an API key, None if it has no limits."""
+        limits, key = limits_of(event), self._keys.get(event.key_id)
+        if limits is None:
+            return None
         if key is None:
-            key = self._keys[event.key_id] = _Key(limits, self._ingress)
+            key = self._keys[event.key_id] = _Key(event.key_id, limits, self._ingress)
         key.limits = limits
         return key
 
@@ -254,13 +259,13 @@ class LimitsOfKeys:
         """Return what is left of the limits of a key at this ingress."""
         return key.left() if self._failed_s is None else key.left_alone(self._failed_s, self._ingresses)
 
-    async def _call(self, key: _Key, key_id: str, tokens: int | None = None) -> None:
+    async def _call(self, key: _Key, tokens: int | None = None) -> None:
         """Call the store for a key."""
-        self._in_use.add(key_id)
+        self._in_use.add(key)
         began_s = runtime.monotonic_s()
         try:
             async with asyncio.timeout(ANSWER_S):
-                reply = await self._store.take(key.ask(key_id, tokens))
+                reply = await self._store.take(key.ask(tokens))
         except (TimeoutError, LimitsUnavailable) as error:
             self._fail(error)
         else:
@@ -288,30 +293,26 @@ class LimitsOfKeys:
             self._fail(error)
             return
         if self._failed_s is not None or is_new:
-            self._in_use.update(self._keys)
+            self._in_use.update(self._keys.values())
         self._returned += 1
-        for key_id in list(self._in_use):
-            key = self._keys[key_id]
+        for key in list(self._in_use):
             async with key.lock:
-                await self._call(key, key_id)
+                await self._call(key)
             if not self._returned:  # the store has failed again
                 return
             if not key.in_flight and not key.is_changed:
-                self._in_use.discard(key_id)
+                self._in_use.discard(key)
         if self._failed_s is not None and self._returned >= RETURN_BEATS:
             self._failed_s = None
             logger.warning("limits of API keys are counted by Redis again")
 
     def headers(self, event: KeySet) -> list[tuple[bytes, bytes]]:
         """Return the headers about the limits of a key per minute, as OpenAI sends them."""
-        limits = limits_of(event)
-        if limits is None:
+        key = self._key(event)
+        if key is None:
             return []
-        found, left = [], self._left(self._key(event, limits))
-        for name, limit, rest in (
-            (b"requests", limits.requests, left.requests),
-            (b"tokens", limits.tokens, left.tokens),
-        ):
+        found, left = [], self._left(key)
+        for name, limit, rest in zip((b"requests", b"tokens"), key.limits, left, strict=False):
             if limit < UNLIMITED:
                 found += [
                     (b"x-ratelimit-limit-" + name, b"%d" % limit),
