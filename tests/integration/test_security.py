@@ -28,7 +28,7 @@ from confluent_kafka.admin import (
 from cryptography.hazmat.primitives import serialization
 
 from forebay.events.topics import FIXED_TOPICS, work_topic
-from forebay.processes.service import leases_at, limits_at
+from forebay.processes.service import leases_at, redis_at
 from forebay.transport.base import Draft, LeaseError, LogError
 from forebay.transport.kafka.acls import ROLES, acls_of, create_acls
 from forebay.transport.kafka.group import require_joinable
@@ -37,6 +37,7 @@ from forebay.transport.kafka.settings import KafkaSettings, KafkaUnusable
 from forebay.transport.kafka.topics import create_topics
 from forebay.transport.limits import LimitsUnavailable
 from forebay.transport.redis.leases import RedisLeases
+from forebay.transport.redis.limits import RedisLimits
 from infra.kafka.kafka import HOST, Broker, BrokerError, start, stop
 from tests.harness import fork_server
 from tests.harness.cluster import FOREBAY, PLAN, POOL, Cluster
@@ -341,7 +342,7 @@ async def test_an_expired_certificate_is_reported(security: Security) -> None:
         with pytest.raises(LeaseError, match="renew the certificate of Redis"):
             leases_at(url, "n").groups()
         with pytest.raises(LimitsUnavailable, match="renew the certificate of Redis"):
-            await limits_at(url, "n").beat("i1")
+            await RedisLimits(redis_at(url), "n").beat("i1")
 
 
 async def test_a_missing_permission_names_topic_and_operation(
@@ -373,7 +374,7 @@ async def test_a_redis_that_rejects_a_client_is_reported(security: Security) -> 
             leases_at(url, "n").groups()
         assert "\n" not in str(raised.value)
         with pytest.raises(LimitsUnavailable, match=text) as unavailable:
-            await limits_at(url, "n").beat("i1")
+            await RedisLimits(redis_at(url), "n").beat("i1")
         assert "\n" not in str(unavailable.value)
 
 
@@ -387,7 +388,7 @@ async def test_renewed_certificates_are_used_by_the_next_connection(security: Se
     rejected, accepted = AIOKafkaProducer(**kafka), AIOKafkaProducer(**kafka)
     with redis.Redis.from_url(url) as client:
         leases = RedisLeases(client, "n")
-        limits = limits_at(url, "n")
+        limits = RedisLimits(redis_at(url), "n")
         with pytest.raises(LeaseError):
             leases.groups()
         with pytest.raises(LimitsUnavailable):

@@ -28,12 +28,13 @@ from forebay.ingress.settings import IngressSettings
 from forebay.processes.listening import Hosts, listening, serve_http
 from forebay.processes.metrics_server import process_registry
 from forebay.processes.notices import announce, complain
-from forebay.processes.service import Cluster, connected, leases_at, limits_at, until_signal
+from forebay.processes.service import Cluster, connected, leases_at, redis_at, until_signal
 from forebay.processes.shutdown import STOP_S, stop_notice
 from forebay.runtime.errors import ConfigError
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import OWNER_SILENT_S, HeartbeatMetrics
 from forebay.transport.models import ModelStore
+from forebay.transport.redis.limits import RedisLimits
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
 
 KNOWN_POLL_S = 0.02
@@ -121,7 +122,7 @@ async def _serve(
         if model is None:
             await store.start()
         metrics = IngressMetrics(registry, None if model is None else settings.model_name)
-        limit_store = limits_at(cluster.redis_url, cluster.kafka.namespace)
+        limit_store = RedisLimits(redis_at(cluster.redis_url), cluster.kafka.namespace)
         front = Front(log, settings, metrics, await log.end(TOKENS.name, slot), model, limit_store)
         await front.keys.start()
         keeper = LeaseKeeper(leases_at(cluster.redis_url, cluster.kafka.namespace, "ingress"))

@@ -29,7 +29,6 @@ from forebay.transport.kafka.log import FLUSH_S, KafkaLog, KafkaMetrics
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import TopicCounts, count_topics
 from forebay.transport.redis.leases import LeaseKind, RedisLeases
-from forebay.transport.redis.limits import RedisLimits
 
 REDIS_TIMEOUT_S = 0.5  # a renewal that hangs is retried long before the lease expires
 
@@ -45,16 +44,12 @@ class Cluster:
 
 
 def leases_at(url: str, namespace: str, kind: LeaseKind = "worker") -> RedisLeases:
-    """Return a client for the leases of a namespace in Redis. It connects later. Raises ConfigError for a bad URL."""
-    return RedisLeases(_redis_at(url), namespace, kind)
+    """Return a client for the leases of a namespace in Redis, as `redis_at`."""
+    return RedisLeases(redis_at(url), namespace, kind)
 
 
-def limits_at(url: str, namespace: str) -> RedisLimits:
-    """Return a client for the limits of API keys in Redis. It connects later. Raises ConfigError for a bad URL."""
-    return RedisLimits(_redis_at(url), namespace)
-
-
-def _redis_at(url: str) -> redis.Redis:
+def redis_at(url: str) -> redis.Redis:
+    """Return a client of Redis, which connects later. Raises ConfigError for a bad URL."""
     with prefixed(f"--redis {without_passwords(url)}"):
         return redis.Redis.from_url(
             url,

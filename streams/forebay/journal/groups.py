@@ -11,9 +11,8 @@ from forebay.events.fleet import WorkerJoined, WorkerLost
 from forebay.events.snapshots import WorldState
 from forebay.events.topics import CONTROL, DECISIONS, FLEET, GROUPS, SNAPSHOTS
 from forebay.journal.claims import valid_claims
-from forebay.journal.records import events_of
 from forebay.journal.snapshots import snapshots_taken, state_of
-from forebay.transport.base import Log, Record, records_of
+from forebay.transport.base import Log, Record, events_of, records_of
 from forebay.transport.directory import PARTITION, apply_placement
 from forebay.transport.heartbeats import owner_of
 from forebay.transport.sqlite.log import SqliteLog

@@ -7,7 +7,7 @@ only between two awaits, so a task that follows a live journal may be cancelled 
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -429,13 +429,6 @@ async def journal(
 def journal_records(log: Log, partition: int, start: int, end: int) -> AsyncIterator[Record]:
     """Yield all records in [start, end) of the journal, including stale ones."""
     return records_of(log, DECISIONS, partition, start, end)
-
-
-async def events_of(log: Log, topic: Topic, partition: int) -> AsyncIterator[tuple[int, Any]]:
-    start, end = await log.begin(topic.name, partition), await log.end(topic.name, partition)
-    async for record in records_of(log, topic, partition, start, end):
-        if (event := decode_or_none(topic, record.value)) is not None:
-            yield record.offset, event
 
 
 async def last_append_us(log: Log, partition: int) -> int:

@@ -36,7 +36,6 @@ from forebay.journal.records import (
     Validity,
     decode_journal,
     decode_or_none,
-    events_of,
     journal,
     journal_records,
     last_append_us,
@@ -55,7 +54,7 @@ from forebay.replay.moment import (
     workers_of,
 )
 from forebay.replay.states import CheckpointStart, States
-from forebay.transport.base import PAGE_RECORDS, Log, LogError, NotDerivable, records_of
+from forebay.transport.base import PAGE_RECORDS, Log, LogError, NotDerivable, events_of, records_of
 from forebay.transport.sqlite.recording import utc
 
 LOST_MAX = 1_024  # only the most recently lost workers are reported

@@ -32,7 +32,7 @@ from forebay.events.codec import MALFORMED, DecodeError, decode, encode
 from forebay.events.models import CHUNK_BYTES_MAX
 from forebay.events.request_ids import RequestLocation
 from forebay.events.topics import ANSWERS
-from forebay.transport.base import Draft, Log, LogError, Record, event_at, event_of, records_of
+from forebay.transport.base import Draft, Log, LogError, Record, event_at, events_of
 from forebay.transport.follower import Follower
 
 INDEX, CONTENT = 0, 1  # partitions of the topic
@@ -150,13 +150,9 @@ class AnswerStore(Follower):
 
     async def forget(self, tenant: str) -> int:
         """Delete the kept responses of a tenant, and return their number. It does not need `run`. Raises LogError."""
-        begin, end = await self._log.begin(ANSWERS.name, INDEX), await self._log.end(ANSWERS.name, INDEX)
+        end = await self._log.end(ANSWERS.name, INDEX)
         found: defaultdict[RequestLocation, list[AnswerStored]] = defaultdict(list)  # several ingresses may store one
-        async for record in records_of(self._log, ANSWERS, INDEX, begin, end):
-            try:
-                event = event_of(ANSWERS, record)
-            except DecodeError:
-                continue
+        async for _, event in events_of(self._log, ANSWERS, INDEX):
             if isinstance(event, AnswerDeleted):
                 found.pop(RequestLocation(event.partition, event.offset), None)
             elif isinstance(event, AnswerStored) and event.tenant == tenant:

@@ -6,6 +6,7 @@ after that. Appends of one caller keep their order. A log does not interpret its
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from heapq import heapify, heappop, heapreplace
 from typing import Annotated, Any, Literal, Protocol
 
@@ -241,3 +242,11 @@ async def records_of(log: Log, topic: Topic, partition: int, start: int, end: in
             if record.offset < end:
                 yield record
         start = records[-1].offset + 1
+
+
+async def events_of(log: Log, topic: Topic, partition: int) -> AsyncIterator[tuple[int, Any]]:
+    """Yield the offset and the event of every record that a partition has now and that decodes."""
+    start, end = await log.begin(topic.name, partition), await log.end(topic.name, partition)
+    async for record in records_of(log, topic, partition, start, end):
+        with suppress(DecodeError):
+            yield record.offset, event_of(topic, record)

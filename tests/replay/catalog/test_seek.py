@@ -12,7 +12,6 @@ from forebay.events.decisions import RequestRejected, RequestRouted
 from forebay.events.progress import RequestFinished
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import REQUESTS
-from forebay.journal.records import events_of
 from forebay.journal.start import Start, oldest
 from forebay.replay.at import NoSuchRecord, Position, last_time, seek_record, seek_time
 from forebay.replay.catalog import checkpoints
@@ -23,6 +22,7 @@ from forebay.replay.explain.explanation import Explanation
 from forebay.replay.explain.find import UnknownRequest
 from forebay.replay.moment import Moment
 from forebay.replay.states import States
+from forebay.transport.base import events_of
 from forebay.transport.sqlite.log import SqliteLog
 from tests.core.worlds import request
 from tests.depth import sampled

@@ -28,13 +28,13 @@ from forebay.events.fleet import WorkerJoined
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, GROUPS, REQUESTS, topic_named
 from forebay.journal.reader import read_whole
-from forebay.journal.records import RecordedOrder, Validity, events_of
+from forebay.journal.records import RecordedOrder, Validity
 from forebay.journal.snapshots import MissingChunk, checksum_of
 from forebay.journal.start import oldest
 from forebay.replay.anonymize.events import KEY_BYTES, EventAnonymizer
 from forebay.replay.record.slice import copy
 from forebay.replay.verify.verify import PROGRESS_EVERY, VerifyReport, verify
-from forebay.transport.base import Draft, Log, LogError, Record, Tail, Wake
+from forebay.transport.base import Draft, Log, LogError, Record, Tail, Wake, events_of
 from forebay.transport.sqlite.recording import Contents, Extent
 from forebay.transport.sqlite.recording_writer import RecordingWriter, part_of
 
