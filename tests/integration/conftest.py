@@ -76,7 +76,7 @@ def kafka(request: pytest.FixtureRequest) -> Iterator[str]:
     if given := os.environ.get("FOREBAY_KAFKA"):
         with parts.given_kafka(given, RUN) as address:
             yield address
-    elif parts.docker_answers():
+    elif parts.containers_are_wanted():
         with available_or_skipped(parts.redpanda()) as address:
             yield address
     else:
@@ -88,7 +88,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     part: contextlib.AbstractContextManager[str]
     if given := os.environ.get("FOREBAY_REDIS"):
         part = parts.given_redis(given, RUN)
-    elif parts.docker_answers():
+    elif parts.containers_are_wanted():
         part = parts.redis_container()
     else:
         part = local_redis(tmp_path_factory.mktemp("redis"))

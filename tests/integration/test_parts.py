@@ -1,6 +1,8 @@
 """Real services have the properties forebay relies on, and the lease contract holds on a real Redis."""
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ from redis.connection import parse_url
 
 from forebay.transport.redis.leases import RedisLeases
 from infra.kafka.kafka import Broker, BrokerError, answers, pid_of, start, stop
-from tests.harness.local import free_ports
+from tests.harness.local import Missing, free_ports
+from tests.integration import parts
 
 # The contract works with any Redis. Here its `client` uses the shared one.
 from tests.transport.test_redis_leases import (  # noqa: F401
@@ -125,3 +128,14 @@ def client(redis_url: str) -> Iterator[redis.Redis]:
 @pytest.fixture
 def leases(client: redis.Redis) -> RedisLeases:
     return RedisLeases(client, "test")
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # Docker's client leaks a socket if no daemon runs
+@pytest.mark.parametrize("container", [parts.redpanda, parts.redis_container])
+def test_a_container_without_a_daemon_is_missing(
+    container: Callable[[], AbstractContextManager[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none")
+    with pytest.raises(Missing, match="cannot be run"), container():
+        pass
+    gc.collect()
