@@ -32,7 +32,7 @@ from forebay.journal.snapshots import newest_snapshot
 from forebay.journal.start import recorded_view
 from forebay.live.owner import snapshot_writer
 from forebay.live.owner.owner import Owner, OwnershipLost
-from forebay.live.router.router import ReadinessMetrics, Router, ready
+from forebay.live.router.router import Router, readiness_metrics, ready
 from forebay.live.standby import AbandonedTail, Standby
 from forebay.replay.verify.verify import verify
 from forebay.transport.base import Draft, LogError
@@ -437,7 +437,7 @@ async def test_a_stopped_standby_is_not_ready_and_is_no_standby(log: SqliteLog) 
         end = journal_end(log)
         async with background(RouterHeartbeats(log, MODEL).follow(0)), routing(system, "new", losing(system)) as router:
             registry = CollectorRegistry()
-            registry.register(ReadinessMetrics(router))
+            registry.register(readiness_metrics(router))
             await until(lambda: not ready(router)[0])
             assert "the log lost 1 journal records before it" in ready(router)[1]
             assert registry.get_sample_value("forebay_router_blocked", {"group": MODEL}) == 1

@@ -23,7 +23,7 @@ from forebay.journal.groups import groups_of
 from forebay.live.owner import ingress_presence
 from forebay.live.owner.ingress_presence import GRACE_MS, IngressPresence
 from forebay.live.owner.lease_judgement import TTL_UNKNOWN_MS, LeaseJudge, ObservedTime, Standing
-from forebay.live.router.placement import GroupPlacement, PlacementMetrics
+from forebay.live.router.placement import GroupPlacement, placement_metrics
 from forebay.transport.base import Draft, Lease
 from forebay.transport.directory import Directory
 from forebay.transport.redis.leases import RedisLeases, embedded_leases
@@ -499,7 +499,7 @@ async def test_without_a_free_partition_a_group_is_rejected_and_logged_once(
     assert caplog.text.count("because all 1 of this namespace belong to other models: a; free one with") == 2
     await place(log, "b", 0)
     await directory.reach(2)
-    metrics = {metric.name: metric for metric in PlacementMetrics(placement, directory).collect()}
+    metrics = {metric.name: metric for metric in placement_metrics(placement, directory).collect()}
     assert metrics["forebay_groups"].samples[0].value == 1
     assert metrics["forebay_groups_refused"].samples[0].value == 2
     assert metrics["forebay_placements_ignored"].samples[0].labels == {"reason": "partition_taken"}

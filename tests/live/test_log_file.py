@@ -24,7 +24,7 @@ from forebay.journal.records import Validity, journal, last_append_us
 from forebay.journal.snapshots import load_snapshot, newest_snapshot
 from forebay.journal.start import oldest_state
 from forebay.live.owner.owner import GroupSettings, Owner
-from forebay.live.owner.retention import Retention, RetentionLimits, RetentionMetrics
+from forebay.live.owner.retention import Retention, RetentionLimits, retention_metrics
 from forebay.live.owner.start_check import GROUPS_MAX, open_checked
 from forebay.replay.verify.verify import VerifyReport, verify
 from forebay.transport.base import Draft, LogError, Record
@@ -504,7 +504,7 @@ async def test_decisions_go_on_while_history_is_deleted(tmp_path: Path) -> None:
     registry = CollectorRegistry()
     async with System(log).started(workers=2) as system, system.owned(log, snapshot_every=1_000, fleet=2) as owner:
         retention = Retention(log, owner, 0, RetentionLimits(size_bytes=500_000))
-        registry.register(RetentionMetrics(log, retention))
+        registry.register(retention_metrics(log, retention))
         largest = written = 0
         for batch in range(40):
             for number in range(25):

@@ -17,11 +17,11 @@ from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import DECISIONS, GROUPS, HEARTBEATS
 from forebay.live.owner.owner import Owner
 from forebay.live.router import succession
-from forebay.live.router.router import ReadinessMetrics, Router, ready
+from forebay.live.router.router import Router, readiness_metrics, ready
 from forebay.live.router.succession import BACKOFF_S, STEADY_S, Backoff, Succession
 from forebay.live.standby import Standby
 from forebay.transport.base import Draft, Log, LogError, Record
-from forebay.transport.heartbeats import OWNER_SILENT_S, STANDBY_SILENT_S, HeartbeatMetrics, RouterHeartbeats
+from forebay.transport.heartbeats import OWNER_SILENT_S, STANDBY_SILENT_S, RouterHeartbeats, heartbeat_metrics
 from forebay.transport.redis.leases import embedded_leases
 from forebay.transport.sqlite.log import SqliteLog
 from tests.live.shared import OTHER, PREFIX, Program, SharedLog, background, journal_end, proven, routing
@@ -229,7 +229,7 @@ async def test_a_router_does_not_claim_an_unsealed_journal_of_other_rules(log: S
         await other.serve(system, "a", seals=False)
         async with routing(system, "new") as router:
             registry = CollectorRegistry()
-            registry.register(ReadinessMetrics(router))
+            registry.register(readiness_metrics(router))
 
             def is_blocked() -> float | None:
                 return registry.get_sample_value("forebay_router_blocked", {"group": MODEL})
@@ -340,7 +340,7 @@ async def test_earlier_heartbeats_and_foreign_records_are_ignored(log: SqliteLog
 async def test_standbys_are_counted_while_they_send_heartbeats(log: SqliteLog) -> None:
     clock, registry = Clock(), CollectorRegistry()
     async with following(log, clock) as heartbeats:
-        registry.register(HeartbeatMetrics(lambda: [heartbeats]))
+        registry.register(heartbeat_metrics(lambda: [heartbeats]))
         for name in ("b", "c", "b"):
             await beat(log, router_id=name, role="standby", position=5)
         await beat(log, owner_epoch=7)

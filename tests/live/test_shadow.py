@@ -22,7 +22,7 @@ from forebay.events.shadow import DecisionShadowed, ShadowEvent, ShadowStarted
 from forebay.events.topics import DECISIONS, SHADOW
 from forebay.journal.records import OtherRules
 from forebay.live.shadow import shadow as shadow_module
-from forebay.live.shadow.shadow import Shadow, ShadowMetrics, ShadowSettings, TopicSink
+from forebay.live.shadow.shadow import Shadow, ShadowSettings, TopicSink, shadow_metrics
 from forebay.live.standby import RecoveryDiverged
 from forebay.transport.base import Draft, LogError, Record
 from forebay.transport.sqlite.log import SqliteLog
@@ -380,7 +380,7 @@ async def test_a_failing_policy_is_counted_and_reported(log: SqliteLog) -> None:
     assert all(one.shadow_worker_id == "" and one.regret_blocks is None and not one.agrees for one in published(log))
     assert "2 failed (policy_failed)" in str(shadow.statistics)
     registry = CollectorRegistry()
-    registry.register(ShadowMetrics(shadow))
+    registry.register(shadow_metrics(shadow))
     labels = {"shadow": NAME, "pool": "default", "reason": "policy_failed"}
     assert registry.get_sample_value("forebay_shadow_failures_total", labels) == 2
 
@@ -401,7 +401,7 @@ async def test_statistics_are_exported_to_prometheus(log: SqliteLog) -> None:
     await served(log, *(f"r{number}" for number in range(6)))
     shadow = shadow_of(log, routed_by(mode="round-robin"), from_start=True)
     registry = CollectorRegistry()
-    registry.register(ShadowMetrics(shadow))
+    registry.register(shadow_metrics(shadow))
     async with running(log, shadow):
         pass
     events = published(log)

@@ -5,12 +5,13 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from forebay.core.scaling.state import RULES_VERSION
 from forebay.events.scaling import PlannerClaimed, PlannerSettings, PoolDecision, PoolScaling, ScalingDecided
 from forebay.events.topics import SCALING
 from forebay.live.planner.actuator import ActuatorService, Reached
-from forebay.planner.actuators.processes import SupervisorMetrics
+from forebay.planner.actuators.processes import supervisor_metrics
 from forebay.transport.sqlite.log import SqliteLog
 from tests.live.planning import RecordingActuator, append
 from tests.planner.supervised import GROUP, KEY, POOL, Supervised, until
@@ -29,7 +30,7 @@ def claimed() -> PlannerClaimed:
     return PlannerClaimed(planner_id="p", rules_version=RULES_VERSION, settings=settings)
 
 
-def scraped(*metrics: SupervisorMetrics) -> dict[str, float]:
+def scraped(*metrics: Collector) -> dict[str, float]:
     """Return the value of each series by the values of its labels."""
     registry = CollectorRegistry()
     for one in metrics:
@@ -41,7 +42,7 @@ def scraped(*metrics: SupervisorMetrics) -> dict[str, float]:
 async def test_metrics_count_decisions_by_result(log: SqliteLog) -> None:
     actuator = RecordingActuator(pools=frozenset({KEY}))
     service = ActuatorService(log, actuator)
-    metrics = SupervisorMetrics(service, None)
+    metrics = supervisor_metrics(service, None)
     running = asyncio.create_task(service.run())
     try:
         await append(log, claimed())
@@ -64,7 +65,7 @@ async def test_metrics_count_decisions_by_result(log: SqliteLog) -> None:
 async def test_metrics_count_workers_by_status(log: SqliteLog, supervised: Supervised) -> None:
     (supervised.folder / "hold").touch()
     async with supervised.supervisor() as actuator:
-        metrics = SupervisorMetrics(ActuatorService(log, actuator), actuator)
+        metrics = supervisor_metrics(ActuatorService(log, actuator), actuator)
         await actuator.scale({KEY: 3})
         await supervised.started_count(3)
         await actuator.scale({KEY: 1})

@@ -22,7 +22,7 @@ from forebay.events.base import hex_digest
 from forebay.events.codec import encode
 from forebay.events.shadow import ShadowEvent
 from forebay.events.topics import SHADOW
-from forebay.live.shadow.shadow import Shadow, ShadowMetrics, ShadowSettings, ShadowSink, TopicSink
+from forebay.live.shadow.shadow import Shadow, ShadowSettings, ShadowSink, TopicSink, shadow_metrics
 from forebay.live.standby import RecoveryDiverged
 from forebay.processes.metrics_server import metrics_served, process_registry
 from forebay.processes.service import until_signal
@@ -59,7 +59,7 @@ async def _serve(
 ) -> None:
     registry = process_registry()
     async with _opened(options.recording, settings, printed_to) as shadow:
-        registry.register(ShadowMetrics(shadow))
+        registry.register(shadow_metrics(shadow))
         with metrics_served(options.service.metrics_host, options.service.metrics_port, registry):
             try:
                 await until_signal(_run(shadow, chosen), stop=shadow.stop)

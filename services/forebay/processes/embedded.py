@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from forebay import runtime
 from forebay.events.control import DisaggConfig
@@ -31,7 +30,7 @@ from forebay.ingress.served_models import ServedModels
 from forebay.ingress.settings import IngressSettings
 from forebay.live.heartbeats import owner_heartbeat
 from forebay.live.owner.owner import Owner
-from forebay.live.owner.retention import Retention, RetentionMetrics
+from forebay.live.owner.retention import Retention, retention_metrics
 from forebay.live.owner.start_check import open_checked
 from forebay.processes.embedded_group import EmbeddedGroup, EmbeddedSettings, EngineRestarts
 from forebay.processes.listening import Hosts, listening, serve_http
@@ -39,7 +38,7 @@ from forebay.processes.metrics_server import process_registry
 from forebay.processes.notices import announce
 from forebay.processes.service import until_signal
 from forebay.processes.shutdown import stop_notice
-from forebay.runtime.metrics import counter
+from forebay.runtime.metrics import collector, counter
 from forebay.transport.directory import Directory
 from forebay.transport.models import ModelStore
 from forebay.transport.redis.leases import embedded_leases
@@ -203,7 +202,7 @@ async def _running(
                 tasks.run(group.run_worker(place, serving), worker.spec.worker_id)
         # Real engines report their sizes only after their start, and the pools are configured with these.
         await tasks.until(lambda: all(worker.life.state is not State.CREATED for worker in workers()))
-        registry.register(_WorkersMetrics(workers, restarts))
+        registry.register(_workers_metrics(workers, restarts))
         for group in groups:
             await group.start_owner(registry)
             tasks.own(group.owner, group.name)
@@ -223,17 +222,12 @@ async def _running(
             yield app, models.front, {group.name: group.disagg() for group in groups}
 
 
-class _WorkersMetrics(Collector):
+@collector
+def _workers_metrics(workers: Callable[[], Sequence[Worker]], restarts: EngineRestarts) -> Iterator[Metric]:
     """Prometheus collector for the current workers, and for the failures of their engines."""
-
-    def __init__(self, workers: Callable[[], Sequence[Worker]], restarts: EngineRestarts) -> None:
-        self._workers = workers
-        self._restarts = restarts
-
-    def collect(self) -> Iterator[Metric]:
-        yield from WorkerMetrics(*self._workers()).collect()
-        text = "Failures of engines of `forebay up`."
-        yield counter("forebay_worker_engine_failures", text, self._restarts.failures, "worker_id")
+    yield from WorkerMetrics(*workers()).collect()
+    text = "Failures of engines of `forebay up`."
+    yield counter("forebay_worker_engine_failures", text, restarts.failures, "worker_id")
 
 
 def _start_retention(
@@ -249,7 +243,7 @@ def _start_retention(
     for retention in retentions:
         retention.peers = [peer for peer in retentions if peer is not retention]
         tasks.run(retention.run(), "retention")
-    registry.register(RetentionMetrics(log, *retentions))
+    registry.register(retention_metrics(log, *retentions))
 
 
 # --- the ingress, and its models --------------------------------------------------------------------------------------

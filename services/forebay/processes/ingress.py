@@ -32,7 +32,7 @@ from forebay.processes.service import Cluster, connected, leases_at, redis_at, u
 from forebay.processes.shutdown import STOP_S, stop_notice
 from forebay.runtime.errors import ConfigError
 from forebay.transport.directory import Directory
-from forebay.transport.heartbeats import OWNER_SILENT_S, HeartbeatMetrics
+from forebay.transport.heartbeats import OWNER_SILENT_S, heartbeat_metrics
 from forebay.transport.models import ModelStore
 from forebay.transport.redis.limits import RedisLimits
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
@@ -129,7 +129,7 @@ async def _serve(
         leases = IngressLeases(keeper, settings)
         with tempfile.TemporaryDirectory(prefix="forebay-models-") as folder:
             models = ServedModels(front, directory, store, Path(folder), leases.hold, model=model)
-            registry.register(HeartbeatMetrics(models.presences))
+            registry.register(heartbeat_metrics(models.presences))
             app = build_app(models, registry, explainer, hosts)
             address, port = listeners[0].getsockname()[:2]
             text = f"ingress {settings.ingress_id} serves {settings.model_name} on"

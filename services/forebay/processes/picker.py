@@ -20,7 +20,7 @@ from forebay.processes.notices import announce
 from forebay.processes.service import Cluster, connected, leases_at, until_signal
 from forebay.processes.shutdown import STOP_S, stop_notice
 from forebay.transport.directory import Directory
-from forebay.transport.heartbeats import HeartbeatMetrics
+from forebay.transport.heartbeats import heartbeat_metrics
 from forebay.transport.models import ModelStore
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
 
@@ -60,7 +60,7 @@ async def run(settings: PickerSettings) -> None:
         leases = IngressLeases(keeper, ingress)
         with tempfile.TemporaryDirectory(prefix="forebay-models-") as folder:
             models = ServedModels(front, directory, store, Path(folder), leases.hold)
-            registry.register(HeartbeatMetrics(models.presences))
+            registry.register(heartbeat_metrics(models.presences))
             workers = leases_at(cluster.redis_url, cluster.kafka.namespace)
             fallback = Fallback(models, workers, settings.fallback, registry)
             server, port = build_server(fallback, settings.host, settings.port)

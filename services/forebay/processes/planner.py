@@ -11,8 +11,8 @@ from forebay.core.scaling.state import PoolKey
 from forebay.events.scaling import PlannerSettings
 from forebay.live.planner.actuator import ActuatorService
 from forebay.live.planner.observer import PoolObserver
-from forebay.live.planner.planner import Planner, PlannerMetrics
-from forebay.planner.actuators.processes import ProcessActuator, ProcessPool, SupervisorMetrics
+from forebay.live.planner.planner import Planner, planner_metrics
+from forebay.planner.actuators.processes import ProcessActuator, ProcessPool, supervisor_metrics
 from forebay.planner.actuators.worker_directory import WorkerDirectory
 from forebay.planner.predictors import predictor
 from forebay.planner.simulation import PoolEngine, simulator
@@ -35,7 +35,7 @@ async def run(cluster: Cluster, name: str, settings: PlannerSettings, engines: M
         observer = PoolObserver(log, settings.pools)
         simulate = simulator(settings, engines) if settings.method == "simulate" else None
         planner = Planner(log, name, settings, observer, predictor(settings.predictor), simulate)
-        registry.register(PlannerMetrics(planner))
+        registry.register(planner_metrics(planner))
         pools = ", ".join(f"{pool.group}/{pool.pool}" for pool in settings.pools)
         announce(f"planner {name} plans {pools} every {settings.interval_s:g} s, or stands by")
 
@@ -78,7 +78,7 @@ async def _execute(cluster: Cluster, actuator: "ProcessActuator | KubernetesActu
         pools = ", ".join(sorted(f"{group}/{pool}" for group, pool in actuator.pools))
         announce(f"supervisor executes decisions about {pools} with {actuator.name}")
         service = ActuatorService(log, actuator)
-        registry.register(SupervisorMetrics(service, actuator if isinstance(actuator, ProcessActuator) else None))
+        registry.register(supervisor_metrics(service, actuator if isinstance(actuator, ProcessActuator) else None))
         parts = [actuator.run()] if isinstance(actuator, ProcessActuator) else []
         await until_signal(service.run(), *parts)
 

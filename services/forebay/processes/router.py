@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from forebay.live.router.router import ReadinessMetrics, Router, RouterSettings, ready
+from forebay.live.router.router import Router, RouterSettings, readiness_metrics, ready
 from forebay.processes.metrics_server import process_registry
 from forebay.processes.notices import announce
 from forebay.processes.service import Cluster, connected, leases_at, until_signal
@@ -53,5 +53,5 @@ async def _started(cluster: Cluster, settings: RouterSettings) -> AsyncIterator[
         ingress_leases = leases_at(cluster.redis_url, cluster.kafka.namespace, "ingress")
         router = Router(log, leases, directory, sized, registry, on_owned, ingress_leases)
         routers.append(router)
-        registry.register(ReadinessMetrics(router))
+        registry.register(readiness_metrics(router))
         yield router

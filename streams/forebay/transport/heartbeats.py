@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from forebay import runtime
 from forebay.events.codec import decode
 from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import HEARTBEATS
-from forebay.runtime.metrics import gauge
+from forebay.runtime.metrics import collector, gauge
 from forebay.transport.base import Log, Record
 from forebay.transport.follower import Follower
 from forebay.transport.patience import until_available
@@ -129,14 +128,11 @@ async def owner_of(log: Log, group: str, partition: int) -> RouterHeartbeat | No
     return None if heartbeats.owner is None or heartbeats.owner.released else heartbeats.owner
 
 
-class HeartbeatMetrics(Collector):
-    def __init__(self, groups: Callable[[], Iterable[OwnerPresence]]) -> None:
-        self._groups = groups
-
-    def collect(self) -> Iterator[Metric]:
-        groups = list(self._groups())
-        standbys = {one.group: len(one.standbys()) for one in groups}
-        yield gauge("forebay_group_standbys", "routers that are standbys of the group", standbys, "group")
-        ages = {one.group: one.owner_age_s for one in groups if one.owner_age_s is not None}
-        text = "seconds since the owner's last heartbeat arrived"
-        yield gauge("forebay_owner_heartbeat_age_seconds", text, ages, "group")
+@collector
+def heartbeat_metrics(groups: Callable[[], Iterable[OwnerPresence]]) -> Iterator[Metric]:
+    found = list(groups())
+    standbys = {one.group: len(one.standbys()) for one in found}
+    yield gauge("forebay_group_standbys", "routers that are standbys of the group", standbys, "group")
+    ages = {one.group: one.owner_age_s for one in found if one.owner_age_s is not None}
+    text = "seconds since the owner's last heartbeat arrived"
+    yield gauge("forebay_owner_heartbeat_age_seconds", text, ages, "group")

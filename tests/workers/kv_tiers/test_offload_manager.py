@@ -16,7 +16,7 @@ from forebay.events.kv import LowerTier
 from forebay.events.progress import OnboardedTokens
 from forebay.kv_tiers.manager import TierRun
 from forebay.workers.engine import EngineError
-from forebay.workers.kv_tiers.metrics import TierCounters, TierMetrics
+from forebay.workers.kv_tiers.metrics import TierCounters, tier_metrics
 from forebay.workers.kv_tiers.offload_manager import HIT_RATE_REQUESTS, OffloadManager
 from forebay.workers.kv_tiers.transfers import HostMemory, LoadResult
 from tests.workers.kv_tiers.cases import (
@@ -166,7 +166,7 @@ def test_a_slot_is_free_after_its_last_use() -> None:
 
 def exported(*ranks: TierCounters) -> list[str]:
     registry = CollectorRegistry()
-    registry.register(TierMetrics("w", {rank: lambda one=one: one for rank, one in enumerate(ranks)}))  # type: ignore[misc]
+    registry.register(tier_metrics("w", {rank: lambda one=one: one for rank, one in enumerate(ranks)}))  # type: ignore[misc]
     return generate_latest(registry).decode().splitlines()
 
 

@@ -18,7 +18,6 @@ from typing import Literal, get_args
 
 import msgspec
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from forebay import runtime
 from forebay.core.scaling.state import PoolKey
@@ -34,7 +33,7 @@ from forebay.planner.actuators.os_processes import (
 )
 from forebay.planner.actuators.worker_directory import Drain, SupervisedWorker, WorkerDirectory
 from forebay.runtime.errors import ConfigError
-from forebay.runtime.metrics import counter, gauge
+from forebay.runtime.metrics import collector, counter, gauge
 
 logger = logging.getLogger(__name__)
 
@@ -308,19 +307,14 @@ def _drain_order(worker: _Worker) -> tuple[bool, int, int]:
     return worker.process is not None, -started, -worker.record.number
 
 
-class SupervisorMetrics(Collector):
+@collector
+def supervisor_metrics(service: ActuatorService, processes: ProcessActuator | None) -> Iterator[Metric]:
     """Prometheus collector for the replies of a supervisor, and for the workers that it runs as processes."""
-
-    def __init__(self, service: ActuatorService, processes: ProcessActuator | None) -> None:
-        self._service = service
-        self._processes = processes
-
-    def collect(self) -> Iterator[Metric]:
-        results, text = dict(sorted(self._service.results.items())), "decisions that this process executed or refused"
-        yield counter("forebay_supervisor_decisions", text, results, "result")
-        if self._processes is None:
-            return
-        counts = self._processes.counts()
-        pools = sorted(self._processes.pools)
-        workers = {(*pool, status): counts[pool, status] for pool in pools for status in get_args(WorkerStatus)}
-        yield gauge("forebay_supervisor_workers", "workers of this supervisor", workers, "group", "pool", "status")
+    results, text = dict(sorted(service.results.items())), "decisions that this process executed or refused"
+    yield counter("forebay_supervisor_decisions", text, results, "result")
+    if processes is None:
+        return
+    counts = processes.counts()
+    pools = sorted(processes.pools)
+    workers = {(*pool, status): counts[pool, status] for pool in pools for status in get_args(WorkerStatus)}
+    yield gauge("forebay_supervisor_workers", "workers of this supervisor", workers, "group", "pool", "status")

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -37,6 +37,7 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.kv import Tier
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
+from forebay.runtime.metrics import collector
 from forebay.workers.engine import CacheChange, Cleared, EngineBatch, EngineError, EngineRefused, Publish
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.runtime.media_feed import MediaEngine
@@ -181,7 +182,7 @@ class EngineProcess:
         self._metrics = await self._call("check")
 
     def collectors(self) -> Sequence[Collector]:
-        return (_Collected(self._metrics),)
+        return (_collected(self._metrics),)
 
     def _send(self, *message: Any) -> None:
         # Without flow control: an engine that does not read is broken, and fails its next check.
@@ -264,12 +265,9 @@ class _MediaProcess(EngineProcess):
         self._send("submit_embedded", item, embeddings)
 
 
-class _Collected(Collector):
-    def __init__(self, metrics: Sequence[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._metrics
+@collector
+def _collected(metrics: Sequence[Metric]) -> Sequence[Metric]:
+    return metrics
 
 
 class _EngineLog:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
+
+from forebay.runtime.metrics import collector
 
 OFFLOADS = {
     ("device", "host"): "d2h",
@@ -58,21 +59,17 @@ class TierCounters(msgspec.Struct, kw_only=True):
     hit_rates: dict[str, float] = msgspec.field(default_factory=dict)
 
 
-class TierMetrics(Collector):
-    def __init__(self, worker_id: str, ranks: Mapping[int, Callable[[], TierCounters]]) -> None:
-        self._worker_id = worker_id
-        self._ranks = ranks
-
-    def collect(self) -> Iterable[Metric]:
-        metrics: dict[str, Metric] = {}
-        for rank, read in sorted(self._ranks.items()):
-            for row in (*_kvbm_rows(counters := read()), *_forebay_rows(counters)):
-                metric = metrics.setdefault(row.name, Metric(row.name, row.help, row.kind))
-                for key, value in sorted(row.values.items()):
-                    labels = dict(zip(row.labels, (key,) if isinstance(key, str) else key, strict=True))
-                    name = f"{row.name}_total" if row.kind == "counter" else row.name
-                    metric.add_sample(name, {"worker_id": self._worker_id, "rank": str(rank), **labels}, value)
-        return metrics.values()
+@collector
+def tier_metrics(worker_id: str, ranks: Mapping[int, Callable[[], TierCounters]]) -> Iterable[Metric]:
+    metrics: dict[str, Metric] = {}
+    for rank, read in sorted(ranks.items()):
+        for row in (*_kvbm_rows(counters := read()), *_forebay_rows(counters)):
+            metric = metrics.setdefault(row.name, Metric(row.name, row.help, row.kind))
+            for key, value in sorted(row.values.items()):
+                labels = dict(zip(row.labels, (key,) if isinstance(key, str) else key, strict=True))
+                name = f"{row.name}_total" if row.kind == "counter" else row.name
+                metric.add_sample(name, {"worker_id": worker_id, "rank": str(rank), **labels}, value)
+    return metrics.values()
 
 
 class _Row(NamedTuple):

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from forebay import runtime
 from forebay.events.answers import RETENTION_S
@@ -28,7 +27,7 @@ from forebay.journal.records import decode_journal, decode_or_none
 from forebay.journal.snapshots import check_snapshot_beside, newest_snapshot
 from forebay.live.owner.owner import Owner
 from forebay.live.owner.submissions import SubmissionReader
-from forebay.runtime.metrics import counter, gauge
+from forebay.runtime.metrics import collector, counter, gauge
 from forebay.transport.base import LogError
 from forebay.transport.sqlite.log import SqliteLog
 
@@ -251,22 +250,18 @@ class Retention:
             await asyncio.sleep(max(PAUSE_S, took_s * PAUSE_SHARE))
 
 
-class RetentionMetrics(Collector):
-    def __init__(self, log: SqliteLog, *retentions: Retention) -> None:
-        self._log = log
-        self._retentions = retentions
-
-    def collect(self) -> Iterator[Metric]:
-        used, file = self._log.bytes_used()
-        yield gauge("forebay_log_bytes", "bytes of records in the log", used)
-        yield gauge("forebay_log_file_bytes", "bytes of the log file, including free pages", file)
-        text = "maximum bytes of records in the log, from --log-max-size"
-        yield gauge("forebay_log_limit_bytes", text, self._retentions[0].limits.size_bytes)
-        first = {(topic, str(partition)): offset for (topic, partition), offset in sorted(self._log.starts().items())}
-        text = "offset of the oldest record in each partition"
-        yield gauge("forebay_log_first_offset", text, first, "topic", "partition")
-        trimmed = sum((retention.trimmed for retention in self._retentions), Counter[str]())
-        text = "records removed by retention"
-        yield counter("forebay_log_trimmed_records", text, dict(sorted(trimmed.items())), "topic")
-        text = "snapshots that retention found damaged or incomplete, and therefore kept all records for"
-        yield counter("forebay_log_snapshots_refused", text, sum(retention.refused for retention in self._retentions))
+@collector
+def retention_metrics(log: SqliteLog, *retentions: Retention) -> Iterator[Metric]:
+    used, file = log.bytes_used()
+    yield gauge("forebay_log_bytes", "bytes of records in the log", used)
+    yield gauge("forebay_log_file_bytes", "bytes of the log file, including free pages", file)
+    text = "maximum bytes of records in the log, from --log-max-size"
+    yield gauge("forebay_log_limit_bytes", text, retentions[0].limits.size_bytes)
+    first = {(topic, str(partition)): offset for (topic, partition), offset in sorted(log.starts().items())}
+    text = "offset of the oldest record in each partition"
+    yield gauge("forebay_log_first_offset", text, first, "topic", "partition")
+    trimmed = sum((retention.trimmed for retention in retentions), Counter[str]())
+    text = "records removed by retention"
+    yield counter("forebay_log_trimmed_records", text, dict(sorted(trimmed.items())), "topic")
+    text = "snapshots that retention found damaged or incomplete, and therefore kept all records for"
+    yield counter("forebay_log_snapshots_refused", text, sum(retention.refused for retention in retentions))

@@ -13,7 +13,6 @@ from typing import Protocol, TypeVar
 
 import msgspec
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from forebay import runtime
 from forebay.core.scaling.decide import decide
@@ -36,7 +35,7 @@ from forebay.events.scaling import (
     SizesSimulated,
 )
 from forebay.live.planner.topic import ScalingTopic
-from forebay.runtime.metrics import counter, gauge
+from forebay.runtime.metrics import collector, counter, gauge
 from forebay.transport.base import Log
 from forebay.transport.patience import until_available
 
@@ -269,26 +268,22 @@ async def _within(waiting: Awaitable[object], seconds: float) -> None:
             await waiting
 
 
-class PlannerMetrics(Collector):
+@collector
+def planner_metrics(planner: Planner) -> Iterator[Metric]:
     """Metrics of one planner, active or standby, and of the pools that the active planner scales."""
-
-    def __init__(self, planner: Planner) -> None:
-        self._planner = planner
-
-    def collect(self) -> Iterator[Metric]:
-        planner, state = self._planner, self._planner.topic.state
-        yield gauge("forebay_planner_active", "1 if this planner decides, 0 if it stands by", planner.is_active)
-        yield gauge("forebay_planner_paused", "1 if an operator has paused the planner", state.paused)
-        text = "decided changes of pools without reply of an actuator"
-        yield gauge("forebay_planner_open_changes", text, len(state.open))
-        decisions = {"applied": planner.decisions, "stale": planner.stale}
-        yield counter("forebay_planner_decisions", "decisions of this process by effect", decisions, "effect")
-        text = "intervals in which the predictor failed"
-        yield counter("forebay_planner_forecast_failures", text, planner.forecast_failures)
-        text = "intervals whose forecast could not be simulated"
-        yield counter("forebay_planner_simulation_failures", text, planner.simulation_failures)
-        pools = {(pool.group, pool.pool): pool for pool in (state.settings.pools if state.settings else ())}
-        sizes = {key: size for key, pool in pools.items() if (size := state.size(pool)) is not None}
-        yield gauge("forebay_pool_size", "workers of a pool as decided", sizes, "group", "pool")
-        ready = {key: seen.ready for key, pool in pools.items() if (seen := state.last_observed(pool)) is not None}
-        yield gauge("forebay_pool_ready", "ready workers of a pool as last observed", ready, "group", "pool")
+    state = planner.topic.state
+    yield gauge("forebay_planner_active", "1 if this planner decides, 0 if it stands by", planner.is_active)
+    yield gauge("forebay_planner_paused", "1 if an operator has paused the planner", state.paused)
+    text = "decided changes of pools without reply of an actuator"
+    yield gauge("forebay_planner_open_changes", text, len(state.open))
+    decisions = {"applied": planner.decisions, "stale": planner.stale}
+    yield counter("forebay_planner_decisions", "decisions of this process by effect", decisions, "effect")
+    text = "intervals in which the predictor failed"
+    yield counter("forebay_planner_forecast_failures", text, planner.forecast_failures)
+    text = "intervals whose forecast could not be simulated"
+    yield counter("forebay_planner_simulation_failures", text, planner.simulation_failures)
+    pools = {(pool.group, pool.pool): pool for pool in (state.settings.pools if state.settings else ())}
+    sizes = {key: size for key, pool in pools.items() if (size := state.size(pool)) is not None}
+    yield gauge("forebay_pool_size", "workers of a pool as decided", sizes, "group", "pool")
+    ready = {key: seen.ready for key, pool in pools.items() if (seen := state.last_observed(pool)) is not None}
+    yield gauge("forebay_pool_ready", "ready workers of a pool as last observed", ready, "group", "pool")

@@ -8,14 +8,13 @@ import logging
 from collections.abc import Iterator
 
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from forebay import runtime
 from forebay.events.codec import encode
 from forebay.events.groups import GroupPlaced
 from forebay.events.names import NameInvalid, require_name
 from forebay.events.topics import GROUPS
-from forebay.runtime.metrics import counter, gauge
+from forebay.runtime.metrics import collector, counter, gauge
 from forebay.transport.base import Draft, LeaseError, Leases, Log
 from forebay.transport.directory import PARTITION, Directory
 
@@ -70,18 +69,13 @@ class GroupPlacement:
             logger.error("%s", reason)
 
 
-class PlacementMetrics(Collector):
+@collector
+def placement_metrics(placement: GroupPlacement, directory: Directory) -> Iterator[Metric]:
     """Prometheus metrics of group placement, exported by every router."""
-
-    def __init__(self, placement: GroupPlacement, directory: Directory) -> None:
-        self._placement = placement
-        self._directory = directory
-
-    def collect(self) -> Iterator[Metric]:
-        groups = self._directory.groups
-        yield gauge("forebay_groups", "groups with a control partition", len(groups.partitions))
-        text = "groups rejected for an invalid name or for lack of a free control partition"
-        yield counter("forebay_groups_refused", text, self._placement.refused)
-        ignored = dict(sorted({**groups.ignored, "undecodable": self._directory.undecodable}.items()))
-        text = "records on the topic groups without effect, by reason"
-        yield counter("forebay_placements_ignored", text, ignored, "reason")
+    groups = directory.groups
+    yield gauge("forebay_groups", "groups with a control partition", len(groups.partitions))
+    text = "groups rejected for an invalid name or for lack of a free control partition"
+    yield counter("forebay_groups_refused", text, placement.refused)
+    ignored = dict(sorted({**groups.ignored, "undecodable": directory.undecodable}.items()))
+    text = "records on the topic groups without effect, by reason"
+    yield counter("forebay_placements_ignored", text, ignored, "reason")

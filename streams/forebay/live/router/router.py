@@ -11,7 +11,6 @@ from typing import NamedTuple
 import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.control import RouterConfig
@@ -19,9 +18,9 @@ from forebay.events.pools import PoolRouting
 from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.live.router.group_member import GroupMember
-from forebay.live.router.placement import GroupPlacement, PlacementMetrics
+from forebay.live.router.placement import GroupPlacement, placement_metrics
 from forebay.live.standby import AbandonedTail, Standby
-from forebay.runtime.metrics import gauge
+from forebay.runtime.metrics import collector, gauge
 from forebay.transport.base import Leases, Log
 from forebay.transport.directory import Directory
 
@@ -132,7 +131,7 @@ class Router:
     async def _place(self) -> None:
         """Place groups while this router owns the group of control partition 0, or no router does."""
         placement = GroupPlacement(self._log, self._leases, self._directory, self._settings.partitions)
-        self._registry.register(PlacementMetrics(placement, self._directory))
+        self._registry.register(placement_metrics(placement, self._directory))
         while True:
             first = self.members.get(0)
             if 0 in self.owners or first is None or not first.has_owner:
@@ -219,12 +218,9 @@ def ready(router: Router) -> tuple[bool, str]:
     return all(one.is_ready for one in blocked), text or "ready"
 
 
-class ReadinessMetrics(Collector):
-    def __init__(self, router: Router) -> None:
-        self._router = router
-
-    def collect(self) -> Iterator[Metric]:
-        text = "1 for a group that this router cannot take over; /ready names the reason"
-        blocked = {one.group for one in blocked_groups(self._router)}
-        groups = {member.group: member.group in blocked for member in self._router.members.values()}
-        yield gauge("forebay_router_blocked", text, groups, "group")
+@collector
+def readiness_metrics(router: Router) -> Iterator[Metric]:
+    text = "1 for a group that this router cannot take over; /ready names the reason"
+    blocked = {one.group for one in blocked_groups(router)}
+    groups = {member.group: member.group in blocked for member in router.members.values()}
+    yield gauge("forebay_router_blocked", text, groups, "group")

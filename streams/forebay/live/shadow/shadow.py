@@ -20,7 +20,6 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 from prometheus_client.core import HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 from xxhash import xxh3_64_intdigest
 
 from forebay import runtime
@@ -37,7 +36,7 @@ from forebay.events.topics import DECISIONS, SHADOW
 from forebay.journal.records import OtherRules
 from forebay.journal.snapshots import newest_snapshot
 from forebay.live.standby import RecoveryDiverged, Standby
-from forebay.runtime.metrics import counter, gauge
+from forebay.runtime.metrics import collector, counter, gauge
 from forebay.transport.base import PAGE_RECORDS, Draft, Log, LogError, PolicyNotAllowed, Record
 
 logger = logging.getLogger(__name__)
@@ -481,31 +480,27 @@ COUNTERS = (
 )
 
 
-class ShadowMetrics(Collector):
+@collector
+def shadow_metrics(shadow: Shadow) -> Iterator[Metric]:
     """Prometheus metrics of one shadow by pool, counted since the start of this process."""
-
-    def __init__(self, shadow: Shadow) -> None:
-        self._shadow = shadow
-
-    def collect(self) -> Iterator[Metric]:
-        shadow, name = self._shadow, self._shadow.settings.name
-        pools = sorted(shadow.statistics.pools.items())
-        text = "journal records that the shadow has not followed yet"
-        yield gauge("forebay_shadow_lag_records", text, {name: max(0, shadow.end - shadow.position)}, "shadow")
-        for series, attribute, text in COUNTERS:
-            counts = {(name, pool): getattr(statistics, attribute) for pool, statistics in pools}
-            yield counter(series, text, counts, "shadow", "pool")
-        text = "decisions for which the shadow selected no rank, by reason"
-        failures = {
-            (name, pool, reason): count
-            for pool, statistics in pools
-            for reason, count in sorted(statistics.failures.items())
-        }
-        yield counter("forebay_shadow_failures", text, failures, "shadow", "pool", "reason")
-        text = "cost of the recorded selection above the shadow's, by the shadow's cost function, in blocks"
-        regret = HistogramMetricFamily("forebay_shadow_regret_blocks", text, labels=["shadow", "pool"])
-        for pool, statistics in pools:
-            limits = [*map(str, REGRET_BUCKETS), "+Inf"]
-            buckets = list(zip(limits, accumulate(statistics.buckets), strict=True))
-            regret.add_metric([name, pool], buckets, statistics.regret_blocks)
-        yield regret
+    name = shadow.settings.name
+    pools = sorted(shadow.statistics.pools.items())
+    text = "journal records that the shadow has not followed yet"
+    yield gauge("forebay_shadow_lag_records", text, {name: max(0, shadow.end - shadow.position)}, "shadow")
+    for series, attribute, text in COUNTERS:
+        counts = {(name, pool): getattr(statistics, attribute) for pool, statistics in pools}
+        yield counter(series, text, counts, "shadow", "pool")
+    text = "decisions for which the shadow selected no rank, by reason"
+    failures = {
+        (name, pool, reason): count
+        for pool, statistics in pools
+        for reason, count in sorted(statistics.failures.items())
+    }
+    yield counter("forebay_shadow_failures", text, failures, "shadow", "pool", "reason")
+    text = "cost of the recorded selection above the shadow's, by the shadow's cost function, in blocks"
+    regret = HistogramMetricFamily("forebay_shadow_regret_blocks", text, labels=["shadow", "pool"])
+    for pool, statistics in pools:
+        limits = [*map(str, REGRET_BUCKETS), "+Inf"]
+        buckets = list(zip(limits, accumulate(statistics.buckets), strict=True))
+        regret.add_metric([name, pool], buckets, statistics.regret_blocks)
+    yield regret

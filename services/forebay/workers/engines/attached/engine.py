@@ -30,7 +30,7 @@ from forebay.events.codec import MALFORMED
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
 from forebay.events.work import WorkItem
-from forebay.runtime.metrics import counter
+from forebay.runtime.metrics import collector, counter
 from forebay.workers.engine import AttemptFailed, EngineError, EngineRefused, one_line
 from forebay.workers.engines.attached.completions import (
     HALF_LEASE_S,
@@ -426,7 +426,7 @@ class AttachedEngine(ModelEngine):
     # Metrics
 
     def collectors(self) -> Sequence[Collector]:
-        return (AttachedMetrics(self._worker_id, self.counts), *super().collectors())
+        return (attached_metrics(self._worker_id, self.counts), *super().collectors())
 
 
 def _new_id(request_id: str = "health") -> str:
@@ -447,16 +447,12 @@ def _is_success(reply: bytes) -> bool:
         return True  # a text
 
 
-class AttachedMetrics(Collector):
-    def __init__(self, worker_id: str, counts: Mapping[str, int]) -> None:
-        self._worker_id = worker_id
-        self._counts = counts
-
-    def collect(self) -> Iterator[Metric]:
-        kinds = ("cut", "continued", "rejected", "metrics_unreadable", "inexact_text", "unfetched_kv")
-        counts = {(self._worker_id, kind): self._counts.get(kind, 0) for kind in kinds}
-        text = "Events of an attached server, by kind."
-        yield counter("forebay_upstream_events", text, counts, "worker_id", "kind")
+@collector
+def attached_metrics(worker_id: str, counts: Mapping[str, int]) -> Iterator[Metric]:
+    kinds = ("cut", "continued", "rejected", "metrics_unreadable", "inexact_text", "unfetched_kv")
+    events = {(worker_id, kind): counts.get(kind, 0) for kind in kinds}
+    text = "Events of an attached server, by kind."
+    yield counter("forebay_upstream_events", text, events, "worker_id", "kind")
 
 
 def limited(sampling: Sampling, room: int) -> Sampling:

@@ -27,7 +27,7 @@ from forebay.workers.engines.loras import LoraAdapter, Loras
 from forebay.workers.engines.mock.kv import KvSettings, MockKv, ModelledKv
 from forebay.workers.engines.mock.outputs import TASKS, OutputScripts
 from forebay.workers.engines.mock.rank import MockRank, MockTiers, RequestState
-from forebay.workers.kv_tiers.metrics import TierMetrics
+from forebay.workers.kv_tiers.metrics import tier_metrics
 from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.kv_transfer.api import NIXL, Stats
 
@@ -91,7 +91,7 @@ class MockEngine:
             managers = {number: tiers.manager for number, tiers in self._opened_tiers().items()}
             (name,) = {manager.store_name for manager in managers.values()}  # all ranks have the same identity
             spec = msgspec.structs.replace(spec, kv_store=name)
-            self._collector = TierMetrics(spec.worker_id, {at: one.counters for at, one in managers.items()})
+            self._collector = tier_metrics(spec.worker_id, {at: one.counters for at, one in managers.items()})
         return msgspec.structs.replace(spec, kv_layout=layout) if has_transfers else spec
 
     async def run(self, publish: Publish) -> None:

@@ -42,7 +42,7 @@ from forebay.workers.kv_events.resident import ResidentBlocks
 from forebay.workers.kv_events.zmq_feed import KvFeed, KvSource
 from forebay.workers.kv_events.zmq_wire import VllmDecoder
 from forebay.workers.kv_tiers.identity import default_cache, weights_digest
-from forebay.workers.kv_tiers.metrics import TierCounters, TierMetrics
+from forebay.workers.kv_tiers.metrics import TierCounters, tier_metrics
 from forebay.workers.runtime.rank_buffer import RankBuffer
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class VllmEngine(ModelEngine):
         if self._settings.tiers is None:
             return super().collectors()
         tiers = {rank: partial(self._tier_counters.__getitem__, rank) for rank in self._ranks}
-        return (*super().collectors(), TierMetrics(self._worker_id, tiers))
+        return (*super().collectors(), tier_metrics(self._worker_id, tiers))
 
     async def _clear_in_background(self) -> None:
         # Blocks that other workers may be reading stay until their leases end.
