@@ -24,7 +24,7 @@ from forebay.events.keys import KEY_ID_DIGITS, LISTED_MAX, KeySet
 from forebay.events.topics import KEYS
 from forebay.ingress.key_file import parse_keys, read_keys
 from forebay.processes.names import named, names
-from forebay.runtime.files import FILE_BYTES_MAX
+from forebay.runtime.files import FILE_BYTES_MAX, read_text
 from forebay.transport.kafka.settings import KafkaSettings
 from forebay.transport.kafka.topics import count_topics
 from forebay.transport.keys import KeyBook
@@ -185,14 +185,11 @@ def append(file: Path, event: KeySet) -> None:
     line = f"{encode(KEYS, event).decode()}\n"
     try:
         file.touch(PRIVATE)
-        with file.open("a+b") as opened:
-            opened.seek(0)
-            text = opened.read(FILE_BYTES_MAX + 1).decode()
-            if text and not text.endswith("\n"):
-                line = f"\n{line}"
-            parse_keys(file, text + line)
+        text = read_text(str(file), file, FILE_BYTES_MAX + 1)
+        if text and not text.endswith("\n"):
+            line = f"\n{line}"
+        parse_keys(file, text + line)
+        with file.open("ab") as opened:
             opened.write(line.encode())  # at once, so that commands at the same time do not mix their lines
-    except UnicodeDecodeError:
-        fail(f"{file}: not UTF-8 text")
     except OSError as error:
         fail(f"cannot write {file}: {error.strerror}")
