@@ -295,6 +295,8 @@ async def test_without_the_store_an_ingress_admits_its_share_of_what_is_left(cap
         await cluster.pass_s(1)
         assert cluster.registry.get_sample_value("forebay_ingress_limits_degraded") == 1
         assert sum([bool(await cluster.arrive(0, 1)) for _ in range(50)]) == 30
+        await cluster.pass_s(WINDOW_S - 1.5)
+        assert not await cluster.arrive(0, 1), "the last total counts for the rest of the window"
         unknown = key_of("beta", requests_per_minute=100)
         for _ in range(5):
             await cluster.ingresses[1].admit(unknown, 0, 0)

@@ -5,9 +5,9 @@ and tokens in advance, and spends it within `CHUNK_S` without the store. A reque
 and gives back at its end what it has not used, with the next round trip. Every second the ingress reads the totals of
 the keys in use.
 
-Without the store an ingress counts alone: it admits its share of what the last totals left, as far as they still count,
-and so at last a share of the limit. An ingress that does not know the totals of a key admits a share of a tenth. When
-the store is back, the ingress writes its counts, and still counts alone until the other ingresses have written, too.
+Without the store an ingress counts alone: it admits its share of what the last totals left, for the rest of the window,
+and later a share of the limit. An ingress that does not know the totals of a key admits a share of a tenth. When the
+store is back, the ingress writes its counts, and still counts alone until the other ingresses have written, too.
 """
 
 import asyncio
@@ -137,7 +137,10 @@ class _Key:
         now_s = runtime.monotonic_s()
         for one in (self.counts, *self.known.values()):
             one.advance(self._second + int(now_s - self._read_s))
-        shares = self.limits.minus(total(self.known.values()))
+        known = total(self.known.values())
+        if now_s < self._read_s + WINDOW_S:
+            known = self._totals._replace(in_flight=known.in_flight)
+        shares = self.limits.minus(known)
         if not self.known or failed_s - self._read_s >= CURRENT_S:
             unknown = Amounts(*(limit // UNKNOWN_PARTS for limit in self.limits))
             if now_s >= failed_s + WINDOW_S:  # nothing that was unknown counts per minute any more
