@@ -13,6 +13,7 @@ again.
 
 from collections.abc import Collection
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
@@ -186,6 +187,7 @@ def total(counts: Collection[Counts]) -> Amounts:
     return Amounts(*(map(sum, zip(*(one.totals() for one in counts), strict=True)))) if counts else NOTHING
 
 
+@lru_cache(1_000)
 def month_of(at_s: int) -> tuple[int, int]:
     """Return the year and the month in UTC of a Unix time."""
     date = datetime.fromtimestamp(at_s, UTC)

@@ -13,6 +13,7 @@ the queued requests, the turns and the deficits alone, never from earlier events
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TypeVar
@@ -166,10 +167,7 @@ class _Line:
 
     def in_order(self) -> list[QueuedRequest]:
         """Return the requests in the order in which the line serves them if each is dispatchable."""
-        copy, order = _Line(self.kind, self.policy), []
-        copy.restore(self.snapshot(0, len(self.tenants)))
-        for queued in self.all():
-            copy.push(queued)
+        copy, order = deepcopy(self), []
         while (offer := copy.offer(lambda _: True)) is not None:
             copy.serve(offer)
             order.append(offer.queued)
