@@ -42,6 +42,7 @@ def test_the_page_lists_what_each_role_writes() -> None:
         if role.writes == "*"
         else (", ".join(f"`{one}`" for one in role.writes.split()) or "nothing")
         + "".join(f"; creates `{one}`" for one in role.creates.split())
+        + "".join(f"; adds partitions to `{one}`" for one in role.extends.split())
         for name, role in ROLES.items()
     }
     assert dict(rows) == expected

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 import redis
@@ -49,6 +50,7 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")
 PATIENCE_S = 30.0
 TOPICS = [*(topic.name for topic in FIXED_TOPICS), work_topic(POOL).name]
 USERS = [*ROLES, "nobody"]
+ONE_SLOT = msgspec.structs.replace(PLAN, slots=1)  # the router has to add a slot for the second worker
 MECHANISM = "SCRAM-SHA-512"
 
 
@@ -208,7 +210,7 @@ class SecureCluster(Cluster):
 
     def __init__(self, security: Security) -> None:
         super().__init__(
-            security.open, security.redis_url, f"{RUN}-secure", security.folder, PLAN, spawn=fork_server.spawn
+            security.open, security.redis_url, f"{RUN}-secure", security.folder, ONE_SLOT, spawn=fork_server.spawn
         )
         self.secure = security.kafka
 
@@ -222,16 +224,16 @@ async def test_a_cluster_runs_with_encryption_and_the_permissions_of_each_role(s
         unencrypted = ("--kafka", security.open, "--namespace", cluster.namespace)
         code, out = await cluster.command("acls", "topics", "acls", "--apply", *unencrypted, within_s=TIMEOUT_S)
         assert (code, out.split()[0]) == (0, "created")
-        certificate = security.certificate("ingress")
         cluster.router("r1", *security.config("router"))
-        cluster.worker("w1", *security.config("worker"))
+        for worker in ("w1", "w2"):
+            cluster.worker(worker, *security.config("worker"))
         port = free_ports(2)
-        options = ("--ssl-certfile", str(certificate), "--admin-port", str(port + 1))
+        options = ("--ssl-certfile", str(security.certificate("ingress")), "--admin-port", str(port + 1))
         cluster.ingress("i1", *security.config("ingress"), *options)
         indexer = [FOREBAY, "indexer", *cluster.where, "--port", str(port), *security.config("indexer")]
         cluster.processes.start("x1", indexer)
         await cluster.until_owned()
-        await cluster.until_members("w1")
+        await cluster.until_members("w1", "w2")
         trusted = ssl.create_default_context(cafile=security.ca)
         url = cluster.urls["i1"].replace("http:", "https:")
         async with httpx.AsyncClient(base_url=url, verify=trusted, timeout=TIMEOUT_S) as client:

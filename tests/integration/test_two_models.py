@@ -11,9 +11,9 @@ import pytest_asyncio
 from forebay.events.progress import CommandDone, CommandRefused
 from forebay.events.request_ids import client_id_of
 from forebay.events.tokens import TokensEmitted
-from forebay.events.topics import PROGRESS
-from forebay.transport.kafka.topics import TopicPlan
-from tests.harness.cluster import GROUP, Cluster
+from forebay.events.topics import PROGRESS, work_topic
+from forebay.transport.kafka.topics import SLOTS_ADDED, TopicPlan, partitions_of
+from tests.harness.cluster import GROUP, POOL, Cluster
 from tests.integration.conftest import MakeCluster
 from tests.integration.stream_clients import StreamResult, problems, prompt, stream_clients
 
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(make_cluster: MakeCluster) -> AsyncIterator[Cluster]:
     """Run two models with two workers and an ingress each, and one reply slot read by both ingresses."""
-    async with make_cluster("two-models", TopicPlan(groups=2, slots=4, replies=1, kafka_api=2)) as running:
+    async with make_cluster("two-models", TopicPlan(groups=2, slots=1, replies=1, kafka_api=2)) as running:
         running.router("r1")
         for model, workers in WORKERS.items():
             running.ingress(INGRESSES[model], "--model-name", model)
@@ -85,6 +85,12 @@ async def test_each_model_runs_its_own_requests_exactly_once(cluster: Cluster) -
     for model in (GROUP, OTHER):
         report = await cluster.require_verified(model)
         assert (report["decisions"], report["unverified"]) == (REQUESTS, {})
+
+
+async def test_the_router_added_slots_as_workers_joined(cluster: Cluster) -> None:
+    assert (await partitions_of(cluster.settings))[work_topic(POOL).name] == SLOTS_ADDED * len(WORKERS)
+    slots = [worker.slot for model in WORKERS for worker in (await cluster.members(model)).values()]
+    assert sorted(slots) == [0, 1, 2, 3]
 
 
 async def test_a_command_for_one_model_does_not_affect_the_other(cluster: Cluster) -> None:

@@ -24,7 +24,7 @@ from forebay.events.heartbeats import RouterHeartbeat
 from forebay.events.topics import CONTROL, FLEET, HEARTBEATS, work_topic
 from forebay.events.transfer import KvLayout
 from forebay.live.owner import admission as admission_module
-from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
+from forebay.live.owner.admission import PoolsByLease, RequireSlot, Slots, WorkerAdmission
 from forebay.transport.base import Draft, Lease, LogError
 from forebay.transport.sqlite.log import SqliteLog
 from tests.live.shared import applied_fleet, lease_of
@@ -76,13 +76,14 @@ class PolledAdmission:
         fleet: Fleet | None = None,
         router: RouterConfig | None = None,
         slots_max: int = 16,
+        require_slot: RequireSlot | None = None,
         busy: Collection[str] = (),
     ) -> None:
         self.log = log
         by_lease = None if router is None else PoolsByLease("m", router)
         self._pools = POOLS if router is None else {}
         self.admission = WorkerAdmission(
-            log, 0, epoch, fleet or Fleet(), slots_max=slots_max, by_lease=by_lease, busy=busy
+            log, 0, epoch, fleet or Fleet(), slots=Slots(range(slots_max), require_slot), by_lease=by_lease, busy=busy
         )
         self.refused = self.admission.refused
 
@@ -377,13 +378,29 @@ async def test_without_a_free_slot_a_worker_waits(log: SqliteLog, caplog: pytest
     assert polled.slots() == {"a": 0, "b": 1, "c": 0}
 
 
+async def test_a_slot_is_required_before_a_worker_gets_it(log: SqliteLog, caplog: pytest.LogCaptureFixture) -> None:
+    required: list[tuple[str, int]] = []
+
+    async def require_slot(pool: str, slot: int) -> None:
+        required.append((pool, slot))
+        if slot == 1:
+            raise LogError("the broker has too many partitions")
+
+    polled = PolledAdmission(log, require_slot=require_slot)
+    for _ in range(2):
+        await polled.poll(*others("a", "b"))
+    assert (polled.slots(), polled.refused) == ({"a": 0}, {"work_topic": 1})
+    assert required == [("default", 0), ("default", 1)], "a slot that failed is not tried again at once"
+    assert "worker b was rejected: slot 1 of its pool default cannot be used: the broker has too many" in caplog.text
+
+
 async def test_owners_of_several_groups_assign_disjoint_slots_of_one_pool(
     log: SqliteLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = "abcd"  # one more than any group has slots
     assigned: dict[int, list[int]] = {}
     for partition in range(3):
-        polled = WorkerAdmission(log, partition, 7, Fleet(), slots_max=8, groups=3)
+        polled = WorkerAdmission(log, partition, 7, Fleet(), slots=Slots(range(partition, 8, 3)))
         fleet, end = applied_fleet(log, partition), log.next_offset(FLEET.name, partition)
         await polled.update(others(*names), POOLS, fleet, end)
         found = [decode(FLEET, record.value) for record in log.records(FLEET.name, partition, 0, 100)]

@@ -24,6 +24,7 @@ from forebay.ingress.group import NO_PREFILL_WORKER, NO_WORKER
 from forebay.ingress.http.endpoint import Endpoint
 from forebay.ingress.model_cards import read_card
 from forebay.ingress.settings import IngressSettings
+from forebay.live.owner.admission import SLOTS_MAX
 from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.live.owner.retention import RetentionLimits
@@ -43,7 +44,6 @@ from forebay.workers.runtime.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-SLOTS_MAX = 1_024  # workers of a pool per group
 PAUSE_S = 1.0  # before a failed engine is started again for the first time
 PAUSE_S_MAX = 60.0
 FAILURES_MAX = 5  # in a row of every engine, in at least 15 s, before the system ends

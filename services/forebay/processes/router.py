@@ -5,11 +5,13 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
+from forebay.live.owner.admission import SLOTS_MAX
 from forebay.live.router.router import Router, RouterSettings, readiness_metrics, ready
 from forebay.processes.metrics_server import process_registry
 from forebay.processes.notices import announce
 from forebay.processes.service import Cluster, connected, leases_at, until_signal
 from forebay.transport.directory import Directory
+from forebay.transport.kafka.topics import WorkTopics
 
 
 async def run(cluster: Cluster, settings: RouterSettings) -> None:
@@ -45,8 +47,12 @@ async def _started(cluster: Cluster, settings: RouterSettings) -> AsyncIterator[
         announce(f"router {settings.router_id} owns {group} since offset {epoch}")
 
     async with connected(cluster, registry, {"/ready": probe}) as (log, counts):
-        slots_max = min(counts.pools.values(), default=0)
-        sized = msgspec.structs.replace(settings, partitions=counts.groups, slots_max=slots_max)
+        sized = msgspec.structs.replace(
+            settings,
+            partitions=counts.groups,
+            slots_max=max([SLOTS_MAX * counts.groups, *counts.pools.values()]),
+            require_slot=WorkTopics(cluster.kafka, counts).require_slot,
+        )
         directory = Directory(log)
         await directory.start()
         leases = leases_at(cluster.redis_url, cluster.kafka.namespace)

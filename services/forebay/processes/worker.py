@@ -37,7 +37,7 @@ from forebay.runtime.errors import ConfigError, cause_of, prefixed
 from forebay.transport.base import LeaseError, Log
 from forebay.transport.directory import Directory
 from forebay.transport.heartbeats import RouterHeartbeats
-from forebay.transport.kafka.topics import TopicPlan, count_topics, create_topics
+from forebay.transport.kafka.topics import count_topics, create_topics, plan_of
 from forebay.transport.models import stored_card
 from forebay.workers.engine import Engine, EngineError
 from forebay.workers.engines.attached.engine import AttachedEngine, AttachedSettings
@@ -413,7 +413,7 @@ async def join_group(cluster: Cluster, log: Log, spec: WorkerSpec, probes: Probe
     """Create a missing work topic, and return the partition of the group once a router has assigned it."""
     counts = await count_topics(cluster.kafka)
     if spec.pool not in counts.pools:
-        await create_topics(cluster.kafka, TopicPlan(slots=max(counts.pools.values())), [spec.pool])
+        await create_topics(cluster.kafka, await plan_of(cluster.kafka), [spec.pool])
     leases, is_first_error = leases_at(cluster.redis_url, cluster.kafka.namespace), True
     directory = Directory(log)
     await directory.start()

@@ -73,7 +73,7 @@ def kafka_settings(bootstrap: str, namespace: str, properties: Path | None) -> K
 
 
 PARTITIONS_MAX = 100_000  # far more than a broker can serve
-PARTITIONS = {"groups": 4, "slots": 256, "replies": 16, "kafka-api": 8}
+PARTITIONS = {"groups": 4, "slots": 16, "replies": 16, "kafka-api": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ class TopicPlanOptions:
         Option(
             metavar="TOPICS=N",
             help="Partitions of missing topics. groups: most models, default 4. slots: workers of all models per pool,"
-            " default 256. replies: topic `tokens`, default 16. kafka-api: requests and responses, default 8."
-            " Repeatable.",
+            " to which routers add more as needed, default 16. replies: topic `tokens`, default 16. kafka-api: requests"
+            " and responses, default 8. Repeatable.",
         ),
     ] = None
     replication: Annotated[int, Option(min=1, help="Replicas of every partition. From 3 on, appends need 2.")] = 1

@@ -14,8 +14,9 @@ work topic of a pool. Two owners therefore never assign the same work slot, and 
 
 import logging
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -44,6 +45,8 @@ from forebay.transport.base import Draft, Lease, Log, LogError
 
 logger = logging.getLogger(__name__)
 
+RequireSlot = Callable[[str, int], Awaitable[None]]  # takes a pool and a slot; raises LogError
+SLOTS_MAX = 1_024  # of a group per pool
 SLOT_RETRY_S = 60.0  # reading the end of an unusable slot blocks the polls of all workers for 10 s, so retry rarely
 REJECTED_MAX = 8  # in a heartbeat, of which there are four per second
 REASON_CHARS_MAX = 500
@@ -59,6 +62,13 @@ class PoolsByLease:
 
     model: str
     router: RouterConfig
+
+
+class Slots(NamedTuple):
+    """The slots of each pool that an owner may assign. `require` adds a missing one; None if all exist."""
+
+    numbers: range
+    require: RequireSlot | None = None
 
 
 @dataclass(slots=True)
@@ -89,16 +99,15 @@ class WorkerAdmission:
         owner_epoch: int,
         fleet: Fleet,
         *,
-        slots_max: int,
-        groups: int = 1,
+        slots: Slots,
         by_lease: PoolsByLease | None = None,
         busy: Collection[str] = (),
     ) -> None:
-        assert partition < groups, "slots are divided between the control partitions"
+        assert slots.numbers.start == partition < slots.numbers.step, "control partitions share the slots of a pool"
         self._log = log
         self._partition = partition
         self._owner_epoch = owner_epoch
-        self._work_slots = range(partition, slots_max, groups)
+        self._slots = slots
         self._by_lease = by_lease
         self._written_end = 0
         self._configured: dict[str, WorkerSpec] = {}  # worker that configured each pool
@@ -309,13 +318,15 @@ class WorkerAdmission:
             self._refuse(lease, unfit.reason, str(unfit))
             return
         taken = {member.work_slot for member in self._members.values() if member.spec.pool == spec.pool}
-        work_slot = next((one for one in self._work_slots if one not in taken), None)
+        work_slot = next((one for one in self._slots.numbers if one not in taken), None)
         if work_slot is None:
             self._refuse(lease, "slots", self._no_work_slot(spec.pool))
             return
         if lease.token in self._unusable_slots:
             return
         try:
+            if self._slots.require is not None:
+                await self._slots.require(spec.pool, work_slot)
             from_offset = await self._log.end(work_topic(spec.pool).name, work_slot)
         except LogError as error:
             # A lease may name any pool. Retrying at every poll would delay the leases of all other workers.
@@ -361,7 +372,7 @@ class WorkerAdmission:
         )
 
     def _no_work_slot(self, pool: str) -> str:
-        slots, topic = self._work_slots, work_topic(pool).name
+        slots, topic = self._slots.numbers, work_topic(pool).name
         return (
             f"all {len(slots)} slots of its model in the pool {pool} are in use: {slots.step} control partitions share "
             f"the {slots.stop} partitions of {topic}. Stop a worker, start this worker in another pool, or add "

@@ -46,7 +46,7 @@ from forebay.events.topics import CONTROL, DEAD_LETTERS, DECISIONS, FLEET, INPUT
 from forebay.events.versions import EVENTS_VERSION
 from forebay.journal.release import own_release
 from forebay.live.heartbeats import HeartbeatWriter
-from forebay.live.owner.admission import PoolsByLease, WorkerAdmission
+from forebay.live.owner.admission import SLOTS_MAX, PoolsByLease, RequireSlot, Slots, WorkerAdmission
 from forebay.live.owner.effects import (
     WorkerAddress,
     address_of,
@@ -94,7 +94,8 @@ class GroupSettings:
         pools: All pools that may have workers. If empty, the first lease of each pool configures the pool.
         router: Routing settings of pools that leases configure.
         routing: Rules for the choice of pools. None keeps the rules of the log.
-        slots_max: Number of partitions of each work topic. All groups share them.
+        slots_max: Maximum number of slots per pool, which are partitions of its work topic. All groups share them.
+        require_slot: Adds a missing slot to a pool. None if all slots exist.
         policies: Custom policies that the operator allowed, by router mode. The owner writes their names into its
             claim, and rejects requests of pools whose mode names any other custom policy.
         groups: Number of control partitions. Each group can use slots_max / groups slots of a pool.
@@ -109,7 +110,8 @@ class GroupSettings:
     router: RouterConfig = field(default_factory=RouterConfig)
     routing: PoolRouting | None = None
     policies: CustomPolicies = field(default_factory=dict)
-    slots_max: int = 1_024
+    slots_max: int = SLOTS_MAX
+    require_slot: RequireSlot | None = None
     groups: int = 1
     snapshot_every: int = 5_000
     snapshot_age_s: float = 300.0
@@ -217,8 +219,7 @@ class Owner:
             settings.partition,
             epoch,
             self.world.fleet,
-            slots_max=settings.slots_max,
-            groups=settings.groups,
+            slots=Slots(range(settings.partition, settings.slots_max, settings.groups), settings.require_slot),
             by_lease=by_lease,
             busy={request.worker_id for request in active},
         )

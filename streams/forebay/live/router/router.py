@@ -15,6 +15,7 @@ from prometheus_client.core import Metric
 from forebay.core.routing.policies import CustomPolicies
 from forebay.events.control import RouterConfig
 from forebay.events.pools import PoolRouting
+from forebay.live.owner.admission import RequireSlot
 from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import GroupSettings, Owner
 from forebay.live.router.group_member import GroupMember
@@ -35,6 +36,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         routing: Rules for the choice of pools, by model. A model without rules keeps those of the log.
         retry_s: Pause before a group is claimed or followed again after a log failure. It doubles up to `RETRY_MAX_S`.
+        slots_max: Maximum number of slots per pool. All groups share them.
+        require_slot: Adds a missing slot to a pool. None if all slots exist.
         on_loss: Called before this router continues from the newest snapshot of a group, whose journal it cannot
             derive. None if it must not.
     """
@@ -49,6 +52,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_age_s: float = 300.0
     poll_s: float = 0.5
     retry_s: float = RETRY_S
+    require_slot: RequireSlot | None = None
     on_loss: Callable[[AbandonedTail], None] | None = None
 
 
@@ -166,6 +170,7 @@ class Router:
                 policies=settings.policies,
                 routing=settings.routing.get(group),
                 slots_max=settings.slots_max,
+                require_slot=settings.require_slot,
                 groups=settings.partitions,
                 snapshot_every=settings.snapshot_every,
                 snapshot_age_s=settings.snapshot_age_s,

@@ -20,12 +20,14 @@ class Role(NamedTuple):
     """Names of topics that a role may use, without the namespace and separated by spaces. It may list all topics.
 
     Attributes:
+        extends: topics to which it may add partitions.
         groups: consumer groups in which it may be a member. This includes their committed offsets.
     """
 
     reads: str
     writes: str = ""
     creates: str = ""
+    extends: str = ""
     groups: str = ""
 
 
@@ -41,6 +43,7 @@ ROLES: Mapping[str, Role] = {
     "router": Role(
         reads=f"{_REPLAYED} heartbeats tokens",
         writes="decisions snapshots groups heartbeats fleet control tokens dead-letters work.*",
+        extends="work.*",
     ),
     "worker": Role(
         reads="groups decisions fleet control progress heartbeats models answers tokens work.*",
@@ -61,7 +64,7 @@ ROLES: Mapping[str, Role] = {
 
 # Numbers of the protocol.
 RESOURCES = {"topic": 2, "group": 3, "cluster": 4}
-OPERATIONS = {"read": 3, "write": 4, "create": 5, "describe": 8, "idempotent write": 12}
+OPERATIONS = {"read": 3, "write": 4, "create": 5, "alter": 7, "describe": 8, "idempotent write": 12}
 LITERAL, PREFIXED = 3, 4
 ALLOW = 3
 ANY_HOST = "*"
@@ -83,6 +86,7 @@ def acls_of(settings: KafkaSettings, role: Role, user: str) -> list[Acl]:
         ("topic", role.reads, "read"),
         ("topic", role.writes, "write"),
         ("topic", role.creates, "create"),
+        ("topic", role.extends, "alter"),
         ("group", role.groups, "read"),
     )
     found = [

@@ -140,5 +140,8 @@ class KafkaReader:
 
 async def _know(consumer: DenseConsumer, place: TopicPartition) -> None:
     """Fetch the metadata of a topic, because aiokafka would wait for `RETRY_BACKOFF_MS` if a request needs it first."""
-    if not consumer.partitions_for_topic(place.topic):
+    known = consumer.partitions_for_topic(place.topic)
+    if not known:
         await consumer._client.add_topic(place.topic)
+    elif place.partition not in known:  # a router may have added it
+        await consumer._client.force_metadata_update()

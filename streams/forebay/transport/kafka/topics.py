@@ -1,13 +1,14 @@
 """Create the topics on the broker with their configuration, and check the existing topics."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
-from aiokafka.errors import KafkaError, TopicAlreadyExistsError
+from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
+from aiokafka.errors import InvalidPartitionsError, KafkaError, TopicAlreadyExistsError
 
 from forebay.events.topics import (
     ANSWERS,
@@ -27,7 +28,7 @@ from forebay.events.topics import (
 )
 from forebay.transport.certificates import certificate_remedy
 from forebay.transport.kafka.errors import error_of, explain, is_denied, is_transient
-from forebay.transport.kafka.settings import KafkaSettings, KafkaUnreachable, KafkaUnusable
+from forebay.transport.kafka.settings import REQUEST_MS, KafkaSettings, KafkaUnreachable, KafkaUnusable
 from forebay.transport.kafka.start import start_whole
 from forebay.transport.kafka.writer import HEADROOM_BYTES, RECORD_BYTES_MAX
 
@@ -37,6 +38,8 @@ KNOWN_POLL_S = 0.05
 SEGMENT_S = DAY_S
 # These topics have equal partition counts, because all events and decisions of a group use the same partition number.
 CONTROL_TOPICS = tuple(topic for topic in FIXED_TOPICS if topic.partitioned_by == "group")
+# Slots of every group that a request adds to a pool. The owner reads no leases meanwhile, so requests are to be few.
+SLOTS_ADDED = 4
 # With three replicas, acknowledged records survive the loss of a broker, and the loss of a broker blocks no append.
 REPLICATED = 3
 MIN_INSYNC = 2
@@ -47,13 +50,13 @@ class TopicPlan(msgspec.Struct, frozen=True):
 
     Attributes:
         groups: Partitions of every control topic, which is the maximum number of models.
-        slots: Partitions of each work topic. A model can have slots / groups workers in a pool.
+        slots: Partitions of each work topic at first. Routers add partitions as workers join.
         kafka_api: Partitions of `openai-requests` and of `openai-responses`.
         replication: Replicas of every partition. From three on, an append needs `MIN_INSYNC` of them.
     """
 
     groups: int = 4
-    slots: int = 256
+    slots: int = 16
     replies: int = 16
     kafka_api: int = 8
     replication: int = 1
@@ -102,7 +105,7 @@ async def plan_of(settings: KafkaSettings) -> TopicPlan:
     default, work = TopicPlan(), work_topic("").name
     return TopicPlan(
         groups=control[0],
-        slots=max((count for name, count in partitions.items() if name.startswith(work)), default=default.slots),
+        slots=min((count for name, count in partitions.items() if name.startswith(work)), default=default.slots),
         replies=partitions.get(TOKENS.name, default.replies),
         kafka_api=partitions.get(OPENAI_REQUESTS.name, partitions.get(OPENAI_RESPONSES.name, default.kafka_api)),
         replication=min(replicas.values()),
@@ -190,6 +193,42 @@ async def _create(
         elif not isinstance(error := error_of(code), TopicAlreadyExistsError):  # another service was first
             raise KafkaUnusable(f"the topic {name} cannot be created: {text[0] if text and text[0] else error}")
     return created
+
+
+class WorkTopics:
+    """The work topics of a namespace, for a router that adds partitions to them as workers join."""
+
+    def __init__(self, settings: KafkaSettings, counts: TopicCounts) -> None:
+        self._settings = settings
+        self._step = SLOTS_ADDED * counts.groups
+        self._pools = dict(counts.pools)
+
+    async def require_slot(self, pool: str, slot: int) -> None:
+        """Add partitions to the work topic of a pool if it lacks this one. Raises KafkaUnusable."""
+        if slot < self._pools.get(pool, 0):
+            return
+        topic = self._settings.topic(work_topic(pool).name)
+        admin = await connected_admin(self._settings)
+        try:
+            async with asyncio.timeout(REQUEST_MS / 1000):
+                if (count := await _count(admin, topic)) <= slot:
+                    wanted = (slot // self._step + 1) * self._step
+                    with contextlib.suppress(InvalidPartitionsError):  # another router was first
+                        await admin.create_partitions({topic: NewPartitions(wanted)})
+                    while (count := await _count(admin, topic)) <= slot:  # noqa: ASYNC110 - Kafka has no event for this
+                        await asyncio.sleep(KNOWN_POLL_S)
+        except (KafkaError, OSError, TimeoutError) as error:
+            raise KafkaUnusable(f"partition {slot} cannot be added to {topic}: {explain(error)}") from error
+        finally:
+            await admin.close()
+        self._pools[pool] = count
+
+
+async def _count(admin: AIOKafkaAdminClient, topic: str) -> int:
+    (described,) = await admin.describe_topics([topic])
+    if described["error_code"]:
+        raise error_of(described["error_code"])
+    return len(described["partitions"])
 
 
 async def _until_known(admin: AIOKafkaAdminClient, names: list[str]) -> None:
