@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from forebay.cli.planner.planner_file import read_planner_file
+from forebay.cli.planner.services import read_supervise_file
+from forebay.processes.planner import ProcessSettings
 from tests.command_line import parse
 from tests.dashboard import APART, TIERS, metrics, queries
 
@@ -16,7 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PORT_MAX = 32_767  # ephemeral ports start above
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-OURS = sorted(name for name, service in SERVICES.items() if service["image"] in ("forebay", "forebay-nixl"))
+OURS = sorted(
+    name for name, service in SERVICES.items() if service["image"] in ("forebay", "forebay-nixl", "forebay-vllm")
+)
 
 
 def test_the_file_follows_the_compose_specification() -> None:
@@ -27,14 +32,27 @@ def test_the_file_follows_the_compose_specification() -> None:
 
 def test_every_service_is_defined() -> None:
     assert OURS == [
-        "decode-worker", "ingress-1", "ingress-2", "prefill-worker", "router", "shadow", "topics", "worker",
+        "console", "decode-worker", "ingress-1", "ingress-2", "planner", "prefill-worker", "router", "shadow",
+        "supervisor", "topics", "vllm-worker", "worker",
     ]  # fmt: skip
     assert sorted(SERVICES.keys() - OURS) == ["grafana", "prometheus", "redis", "redpanda"]
 
 
 @pytest.mark.parametrize("service", OURS)
 def test_forebay_commands_of_services_are_valid(service: str) -> None:
-    assert parse(SERVICES[service]["command"])["kafka"] == "redpanda:9092"
+    command = [re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in SERVICES[service]["command"]]
+    assert parse(command)["kafka"] == "redpanda:9092"
+    assert (SERVICES[service]["read_only"], SERVICES[service]["cap_drop"]) == (True, ["ALL"])
+
+
+def test_the_supervisor_runs_the_workers_of_the_planned_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    planned = read_planner_file(ROOT / "infra/planner/planner.toml").settings.pools
+    supervised = read_supervise_file(ROOT / "infra/planner/supervise.toml")
+    assert isinstance(supervised, ProcessSettings)
+    assert {(pool.group, pool.pool) for pool in planned} == {(pool.group, pool.pool) for pool in supervised.pools}
+    for pool in supervised.pools:
+        assert parse(list(pool.command[1:]))
 
 
 @pytest.mark.parametrize("service", ["ingress-1", "ingress-2"])
