@@ -47,7 +47,7 @@ def log_of(path: Path, *, has_ledger: bool, changed: int = -1) -> Path:
                 for drafts in (journal[:half], journal[half:]):
                     await log.append(drafts)
                     await other.append(drafts)
-                    await ChainWriter(other, 0).advance(0)
+                    await ChainWriter(other, 0).advance(is_last=True)
                 values = [record.value for record in other.records(USAGE.name, 0, 0, 9)]
             assert len(values) == 2
             if changed >= 0:

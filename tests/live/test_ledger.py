@@ -17,13 +17,12 @@ from forebay.events.topics import DECISIONS, USAGE
 from forebay.events.usage import UsageEntry, UsageRecorded
 from forebay.journal.ledger import Chain, LedgerReport, seal, verify_chain
 from forebay.journal.usage import HOUR_US, derive
-from forebay.live.ledger import ChainWriter, Ledger
+from forebay.live.ledger import ChainWriter
+from forebay.live.partitions import Partitions
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from tests.live.growing import Growing, history
 from tests.system import until
-
-FOR_EVER_US = 1 << 60
 
 
 def sums(entries: Sequence[UsageEntry]) -> dict[Any, int]:
@@ -46,9 +45,9 @@ async def chain_of(*, pieces: int = 6) -> SqliteLog:
     writer = ChainWriter(growing.log, 0)
     for _ in range(pieces):
         await growing.grow(6)
-        await writer.advance(0)
+        await writer.advance(is_last=True)
     await growing.end()
-    await writer.advance(0)
+    await writer.advance(is_last=True)
     return growing.log
 
 
@@ -81,11 +80,11 @@ async def test_writers_that_alternate_race_and_die_write_what_the_journal_leads_
             if what == "killed":
                 writers = [ChainWriter(log, 0), ChainWriter(racing, 0)]
             racing.other = writers[0] if what == "both" else None
-            await writers[what != "first"].advance(0)
+            await writers[what != "first"].advance(is_last=True)
         racing.other = None
         await growing.end()
         for writer in writers:
-            while await writer.advance(0):
+            while await writer.advance(is_last=True):
                 pass
         report = await verify_chain(log, 0)
         assert report.differences == []
@@ -107,7 +106,7 @@ class _Racing:
 
     async def append(self, drafts: Sequence[Draft]) -> list[int]:
         if self.other is not None:
-            self.lost += await self.other.advance(0)
+            self.lost += await self.other.advance(is_last=True)
         return await self._log.append(drafts)
 
 
@@ -118,7 +117,7 @@ async def test_a_record_is_due_after_a_time_or_when_an_hour_is_over() -> None:
         await growing.begin()
         await growing.end()
         writer = ChainWriter(log, 0)
-        assert not await writer.advance(FOR_EVER_US)
+        assert not await writer.advance(is_last=False)
         made.progress("r1", RequestFinished, HOUR_US, finish_reason="stop", output_tokens=5)
         made.seal()
         later = Growing(made)
@@ -126,10 +125,10 @@ async def test_a_record_is_due_after_a_time_or_when_an_hour_is_over() -> None:
         await later.begin()
         await later.end()
         writer = ChainWriter(log, 0)
-        assert await writer.advance(FOR_EVER_US), "the hour of the first request is over"
+        assert await writer.advance(is_last=False), "the hour of the first request is over"
         assert [one.hour_us for one in await recorded(later.log)] == [0, HOUR_US]
         assert writer.behind > 0
-        assert not await writer.advance(0), "there is nothing more"
+        assert not await writer.advance(is_last=True), "there is nothing more"
         assert writer.behind == 0
 
 
@@ -143,10 +142,10 @@ async def test_a_record_without_usage_follows_an_hour_without_any() -> None:
         await growing.begin()
         await growing.grow(len(made.journal) - 2)
         writer = ChainWriter(log, 0)
-        assert not await writer.advance(0)
+        assert not await writer.advance(is_last=True)
         await growing.end()
-        assert await writer.advance(0)
-        assert not await writer.advance(0)
+        assert await writer.advance(is_last=True)
+        assert not await writer.advance(is_last=True)
         (record,) = await Chain(log, 0).read()
         assert (record.entries, record.until_offset) == ((), len(made.journal))
         assert (await verify_chain(log, 0)).differences == []
@@ -159,7 +158,7 @@ async def test_a_record_has_a_bounded_number_of_entries(monkeypatch: pytest.Monk
         await growing.begin()
         await growing.end()
         writer = ChainWriter(log, 0)
-        while await writer.advance(FOR_EVER_US):
+        while await writer.advance(is_last=False):
             pass
         records = await Chain(log, 0).read()
         assert [len(one.entries) for one in records] == [2] * 4
@@ -191,7 +190,7 @@ async def test_a_lost_record_is_found_and_a_writer_derives_it_again() -> None:
             assert len(report.differences) == len(values) - 3
             assert "does not continue the chain: it has number 3 after hash" in report.differences[0]
             writer = ChainWriter(copy, 0)
-            while await writer.advance(0):
+            while await writer.advance(is_last=True):
                 pass
             chain = Chain(copy, 0)
             recorded = [entry for record in await chain.read() for entry in record.entries]
@@ -275,12 +274,12 @@ async def test_a_writer_says_what_retention_removed(caplog: pytest.LogCaptureFix
         first = Growing(history(3))
         await first.begin()
         await first.end()
-        await ChainWriter(first.log, 0).advance(0)
+        await ChainWriter(first.log, 0).advance(is_last=True)
         await log.append([Draft(USAGE.name, 0, value) for value in await values_of(first.log)])
         first.log.close()
         log.trim(DECISIONS.name, 0, until_offset + 1, 1_000)
         writer = ChainWriter(log, 0)
-        assert await writer.advance(0)
+        assert await writer.advance(is_last=True)
         text = f"lack the journal offsets {until_offset} to {until_offset} of control partition 0"
         assert text in caplog.text
         assert "are part of no record" in (await verify_chain(log, 0)).differences[0]
@@ -292,7 +291,7 @@ async def test_a_ledger_writes_all_partitions_and_finishes(caplog: pytest.LogCap
         await growing.begin()
         await growing.grow(12)
         registry = CollectorRegistry()
-        ledger = Ledger(log, registry, every_s=0.0)
+        ledger = Partitions(log, registry, "ledger", lambda partition: ChainWriter(log, partition, 0.0))
         running = asyncio.create_task(ledger.run())
         await until(lambda: ledger.followers and ledger.followers[0].chain.head)
         await growing.end()
@@ -314,7 +313,7 @@ async def test_a_journal_that_cannot_be_read_stops_its_chain_with_one_message(
     with closing(growing.log) as log:
         await growing.begin()
         await growing.end()
-        ledger = Ledger(log, CollectorRegistry(), every_s=0.0)
+        ledger = Partitions(log, CollectorRegistry(), "ledger", lambda partition: ChainWriter(log, partition, 0.0))
         running = asyncio.create_task(ledger.run())
         await until(lambda: ledger.followers and ledger.followers[0].problem)
         await ledger.stop()

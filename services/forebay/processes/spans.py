@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
-from forebay.live.spans import SpanExporters, SpanSettings
+from forebay.live.partitions import Partitions
+from forebay.live.spans import SpanExporter, SpanSettings
 from forebay.processes.otlp import OtlpSender
 from forebay.transport.base import Log
 
@@ -16,11 +17,11 @@ LAST_S = 5.0  # for the spans of the last requests, after the log has their end
 @asynccontextmanager
 async def exporting(
     log: Log, registry: CollectorRegistry, settings: SpanSettings, namespace: str
-) -> AsyncIterator[SpanExporters]:
+) -> AsyncIterator[Partitions[SpanExporter]]:
     """Yield exporters with open connections."""
     sender = OtlpSender(settings, namespace, registry)
     try:
-        yield SpanExporters(log, registry, settings, sender.send)
+        yield Partitions(log, registry, "spans", lambda number: SpanExporter(log, number, settings, sender.send))
     finally:
         await sender.close()
 

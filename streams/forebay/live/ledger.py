@@ -5,8 +5,7 @@ position that this record names. Several writers may run: see `forebay.journal.l
 """
 
 import logging
-
-from prometheus_client import CollectorRegistry
+from typing import ClassVar
 
 from forebay import runtime
 from forebay.events.positions import JournalPosition
@@ -15,7 +14,7 @@ from forebay.events.usage import NO_HASH, UsageRecorded
 from forebay.journal.folds import begin_after
 from forebay.journal.ledger import Chain, seal
 from forebay.journal.usage import HOUR_US, UsageReader
-from forebay.live.partitions import Partitions
+from forebay.live.partitions import PartitionFollower
 from forebay.transport.base import Draft, Log
 
 logger = logging.getLogger(__name__)
@@ -24,32 +23,35 @@ EVERY_S = 60.0
 ENTRIES_MAX = 1_000  # of a record, which then has about 300 kB
 
 
-class ChainWriter:
+class ChainWriter(PartitionFollower):
     """Appends to the chain of one control partition. Call `advance` again and again.
+
+    Args:
+        every_s: seconds between two records, unless an hour is over.
 
     Attributes:
         chain: the chain as far as it was read.
-        behind: number of journal records that no record of the chain covers.
-        problem: why the journal cannot be read at present; empty if it can.
     """
 
-    def __init__(self, log: Log, partition: int) -> None:
+    GAUGES: ClassVar = {"faults": "records of the ledger that do not continue the chain, at most 100"}
+
+    def __init__(self, log: Log, partition: int, every_s: float = EVERY_S) -> None:
         self.partition = partition
         self.chain = Chain(log, partition)
-        self.behind = 0
-        self.problem = ""
         self._log = log
+        self._every_us = int(every_s * 1e6)
         self._reader: UsageReader | None = None
         self._begin = JournalPosition(journal_offset=0, requests_offset=0, progress_offset=0)
         self._from = 0
         self._from_us = 0  # clock of the owner at `_from`, 0 before its first event
         self._appended_us = _now_us()
 
-    async def advance(self, every_us: int) -> bool:
-        """Read what is new, and append a record if one is due: after `every_us`, or as soon as an hour is over.
+    @property
+    def faults(self) -> int:
+        return len(self.chain.faults)
 
-        Return whether a record was appended. Raises LogError.
-        """
+    async def advance(self, *, is_last: bool) -> bool:
+        """Read what is new, and append a record if one is due. Return whether one was appended. Raises LogError."""
         reader, self._reader = await self._follow_chain(), None  # after an error, a new reader begins
         end = await self._log.end(DECISIONS.name, self.partition)
         self.behind = end - self._from
@@ -57,7 +59,7 @@ class ChainWriter:
         totals, now_us = reader.totals, reader.now_us
         # A record without usage moves the position before retention removes it.
         is_due = now_us // HOUR_US > self._from_us // HOUR_US or len(totals) >= ENTRIES_MAX
-        if is_due or (totals and _now_us() - self._appended_us >= every_us):
+        if is_due or (totals and (is_last or _now_us() - self._appended_us >= self._every_us)):
             await self._append(reader)
             return True
         self._reader = reader
@@ -100,25 +102,6 @@ class ChainWriter:
         if self.chain.head is not None and seal(self.chain.head) == value:
             self._reader, self._begin, self._from = reader, reader.next_begin(), until
             self._from_us = reader.now_us
-
-
-class Ledger(Partitions[ChainWriter]):
-    """Writes the chains of all control partitions."""
-
-    def __init__(self, log: Log, registry: CollectorRegistry, every_s: float = EVERY_S) -> None:
-        super().__init__(log, registry, "ledger")
-        self._every_us = int(every_s * 1e6)
-        self._faults = self.gauge("faults", "records of the ledger that do not continue the chain, at most 100")
-
-    def follow(self, partition: int) -> ChainWriter:
-        return ChainWriter(self.log, partition)
-
-    async def advance(self, follower: ChainWriter, *, is_last: bool) -> bool:
-        return await follower.advance(0 if is_last else self._every_us)
-
-    def observe(self, partition: int, follower: ChainWriter) -> None:
-        super().observe(partition, follower)
-        self._faults.labels(partition).set(len(follower.chain.faults))
 
 
 def _now_us() -> int:

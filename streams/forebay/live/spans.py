@@ -6,9 +6,9 @@ traces. After a restart, later traces are exported again, with the same ids and 
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from typing import ClassVar
 
 import msgspec
-from prometheus_client import CollectorRegistry
 
 from forebay import runtime
 from forebay.core.state.requests import ACTIVE_REQUESTS_MAX
@@ -17,7 +17,7 @@ from forebay.events.spans import SpansExported
 from forebay.events.topics import DECISIONS, SPANS
 from forebay.journal.folds import begin_after
 from forebay.journal.traces import Trace, TraceReader
-from forebay.live.partitions import Partitions
+from forebay.live.partitions import PartitionFollower
 from forebay.transport.base import Draft, Log, event_of, reversed_records
 
 logger = logging.getLogger(__name__)
@@ -54,16 +54,19 @@ class SpanSettings(msgspec.Struct, frozen=True):
         return int(trace.trace_id, 16) % (1 << RANDOM_BITS) >= (1 - self.rate) * (1 << RANDOM_BITS)
 
 
-class SpanExporter:
-    """Exports the traces of one control partition. Call `advance` again and again. A `PartitionFollower`.
+class SpanExporter(PartitionFollower):
+    """Exports the traces of one control partition. Call `advance` again and again.
 
     Attributes:
         unknown: as in `TraceReader`, of the current reader, like `overflowed`.
     """
 
+    GAUGES: ClassVar = {
+        "unknown": "routings of requests without a trace: the log lacks their beginning",
+        "overflowed": "requests without a trace: too many others were in flight",
+    }
+
     def __init__(self, log: Log, partition: int, settings: SpanSettings, export: Export) -> None:
-        self.behind = 0
-        self.problem = ""
         self.unknown = self.overflowed = 0
         self._log = log
         self._partition = partition
@@ -115,25 +118,3 @@ class SpanExporter:
         value = encode(SPANS, exported)
         await self._log.append([Draft(SPANS.name, self._partition, value, self._settings.url.encode())])
         self._committed, self._committed_s, self._is_due = reader.position, runtime.monotonic_s(), False
-
-
-class SpanExporters(Partitions[SpanExporter]):
-    """Exports the traces of all control partitions to one receiver."""
-
-    def __init__(self, log: Log, registry: CollectorRegistry, settings: SpanSettings, export: Export) -> None:
-        super().__init__(log, registry, "spans")
-        self._settings = settings
-        self._export = export
-        self._unknown = self.gauge("unknown", "routings of requests without a trace: the log lacks their beginning")
-        self._overflowed = self.gauge("overflowed", "requests without a trace: too many others were in flight")
-
-    def follow(self, partition: int) -> SpanExporter:
-        return SpanExporter(self.log, partition, self._settings, self._export)
-
-    async def advance(self, follower: SpanExporter, *, is_last: bool) -> bool:
-        return await follower.advance(is_last=is_last)
-
-    def observe(self, partition: int, follower: SpanExporter) -> None:
-        super().observe(partition, follower)
-        self._unknown.labels(partition).set(follower.unknown)
-        self._overflowed.labels(partition).set(follower.overflowed)
