@@ -2,16 +2,19 @@
 
 import asyncio
 import signal
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from forebay.cli.common import extras
 from forebay.runtime.errors import install_command
 from tests.cli.in_process import error_of
 from tests.cli.up import PATIENCE_S, running
 from tests.harness.otlp_receiver import OtlpReceiver, attributes_of
+from tests.system import until
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -24,6 +27,16 @@ BODIES = {
 }
 
 
+def roots(receiver: OtlpReceiver) -> dict[str, Span]:
+    """Return the spans of requests by the client's span."""
+    spans = receiver.traces.get(TRACE, {})
+    return {span.parent_span_id.hex(): span for span in spans.values() if span.parent_span_id.hex() not in spans}
+
+
+def has_roots(receiver: OtlpReceiver, count: int) -> bool:
+    return len(roots(receiver)) == count
+
+
 @pytest.mark.timeout(180)
 async def test_up_exports_each_request_once_across_restarts_as_a_child_of_its_client(tmp_path: Path) -> None:
     async with OtlpReceiver() as receiver:
@@ -34,11 +47,11 @@ async def test_up_exports_each_request_once_across_restarts_as_a_child_of_its_cl
                         parent = f"{turn + 1:08x}{number:08x}"
                         headers = {"traceparent": f"00-{TRACE}-{parent}-01"}
                         assert (await client.post(path, json=body, headers=headers)).status_code == httpx.codes.OK
+                await until(partial(has_roots, receiver, (turn + 1) * len(BODIES)))
                 assert await asyncio.to_thread(up.end, signal.SIGTERM) == 0
-        spans = receiver.traces.pop(TRACE)
-        assert receiver.traces == {}
+        ids = roots(receiver)
+        assert set(receiver.traces) == {TRACE}
         assert set(receiver.copies.values()) == {1}
-    ids = {span.parent_span_id.hex(): span for span in spans.values() if span.parent_span_id.hex() not in spans}
     assert set(ids) == {f"{turn:08x}{number:08x}" for turn in (1, 2) for number in range(len(BODIES))}
     names = [attributes_of(span)["gen_ai.operation.name"] for _, span in sorted(ids.items())]
     assert names == ["text_completion", "chat", "chat", "chat", "embeddings"] * 2

@@ -1,5 +1,6 @@
 """`forebay up --engine vllm` as in the README, with a tiny model: roles, killed engines, and `forebay profile run`."""
 
+import asyncio
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from tests.cli.in_process import forebay
 from tests.cli.up import FOREBAY, Up, children_of
 from tests.engines.oracle import Transformers
 from tests.engines.vllm_settings import ARGUMENTS, BLOCK, KV_BLOCKS
+from tests.harness.otlp_receiver import OtlpReceiver, attributes_of
 from tests.harness.processes import still_running
 
 STARTED_WITHIN_S = 240.0  # two vLLM side by side on two cores
@@ -32,12 +34,12 @@ pytestmark = pytest.mark.timeout(600)
 class System(Up):
     """A running `forebay up` with real engines."""
 
-    def __init__(self, model: Path, *options: str, kv_blocks: int = KV_BLOCKS) -> None:
+    def __init__(self, model: Path, *options: str, kv_blocks: int = KV_BLOCKS, **arguments: str) -> None:
         sizes = ["--block-size", str(BLOCK), "--kv-blocks", str(kv_blocks), "--max-num-seqs", "8"]
         engine = ["--engine", "vllm", "--model", str(model), "--model-name", "tiny", *sizes]
-        super().__init__(*engine, "--engine-args", json.dumps(ARGUMENTS), *options, program=[FOREBAY])
+        super().__init__(*engine, "--engine-args", json.dumps(ARGUMENTS | arguments), *options, program=[FOREBAY])
 
-    def until(self, reached: Callable[[], bool]) -> None:
+    def until(self, reached: Callable[[], object]) -> None:
         ends_s = time.monotonic() + STARTED_WITHIN_S
         while not reached():
             assert self.process.poll() is None
@@ -95,8 +97,8 @@ def start(model: Path) -> Iterator[Start]:
     """Yield a function that starts a system of the model with options. Systems are killed after the test."""
     started: list[System] = []
 
-    def start(*options: str, **sizes: int) -> System:
-        started.append(System(model, *options, **sizes))
+    def start(*options: str, **settings: Any) -> System:
+        started.append(System(model, *options, **settings))
         started[-1].wait_ready(STARTED_WITHIN_S)
         return started[-1]
 
@@ -136,3 +138,27 @@ def test_the_profiler_measures_vllm(start: Start, tmp_path: Path) -> None:
     assert [one.isl for one in msgspec.convert(found["prefill"], list[PrefillPoint])] == [64, 128]
     assert [one.concurrency for one in msgspec.convert(found["decode"], list[DecodePoint])] == [1, 2]
     assert [one["point"]["tokens"] for one in found["left_out"]] == [2048], "the context has 1,024 tokens"
+
+
+async def test_spans_of_vllm_are_children_of_their_attempt(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    async with OtlpReceiver() as receiver:
+
+        def joined() -> list[dict[str, Any]]:
+            """Return the spans by name of each trace to which both contributed. The canaries of vLLM have others."""
+            traces = [{span.name: span for span in spans.values()} for spans in receiver.traces.values()]
+            return [spans for spans in traces if {"attempt", "llm_request"} <= set(spans)]
+
+        system = await asyncio.to_thread(
+            start, "--otlp", receiver.url, otlp_traces_endpoint=f"{receiver.url}/v1/traces"
+        )
+        await asyncio.to_thread(system.generated)
+        await asyncio.to_thread(system.until, joined)
+        assert await asyncio.to_thread(system.end, signal.SIGTERM) == 0
+    (spans,) = joined()
+    attempt, of_engine = spans["attempt"], spans["llm_request"]
+    assert of_engine.parent_span_id == attempt.span_id
+    assert attributes_of(attempt)["forebay.worker.id"] == "vllm-0"
+    assert attempt.start_time_unix_nano <= of_engine.start_time_unix_nano
+    assert of_engine.end_time_unix_nano <= attempt.end_time_unix_nano

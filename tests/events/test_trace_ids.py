@@ -32,7 +32,7 @@ def test_ids_are_those_of_the_format_and_depend_on_the_log_alone(
     assert ids == TraceIds.of(event, offset)
     assert bool(ids.parent) == (traceparent == CONTEXT or TRACEPARENT.fullmatch(traceparent) is not None)
     context = attempt_context(event, offset, stage, attempt)
-    assert context == (f"00-{ids.trace}-{ids.span(stage, attempt)}-{traceparent[-2:]}" if ids.parent else "")
+    assert context == f"00-{ids.trace}-{ids.span(stage, attempt)}-{traceparent[-2:] if ids.parent else '01'}"
 
 
 def test_the_trace_of_the_client_goes_on() -> None:

@@ -28,6 +28,7 @@ from forebay.events.progress import (
 )
 from forebay.events.requests import RoutingHints
 from forebay.events.topics import DECISIONS, PROGRESS, TOKENS, work_topic
+from forebay.events.trace_ids import trace_id_of
 from forebay.events.transfer import Prefilled
 from forebay.events.work import ReleaseKv, WorkCancelled, WorkItem
 from forebay.journal.folds import begin_of
@@ -566,7 +567,7 @@ async def test_an_aggregated_worker_gets_the_media_and_exports_no_series_of_disa
     await system.owner.close()
 
 
-async def test_the_trace_context_of_the_client_reaches_each_attempt_with_the_span_of_the_attempt(
+async def test_each_attempt_has_the_trace_of_the_client_or_its_own_with_the_span_of_the_attempt(
     system: IdleWorkers,
 ) -> None:
     await system.own(pool=None)
@@ -584,6 +585,6 @@ async def test_the_trace_context_of_the_client_reaches_each_attempt_with_the_spa
     await reader.read(await system.log.end(DECISIONS.name, 0))
     attempts = [span.span_id for span in reader.take()[0].spans if span.name == "attempt"]
     assert sorted(item.traceparent for item in items) == sorted(f"{trace[:36]}{span_id}-01" for span_id in attempts)
-    assert other.traceparent == ""
+    assert other.traceparent[3:35] == trace_id_of(other.request_id, other.reply_key, "")
     assert items[0].log_extra == {"fields": {"trace_id": "0af7651916cd43dd8448eb211c80319c"}}
     await system.owner.close()

@@ -93,6 +93,9 @@ class Llm:
         self.cleared = asyncio.Event()
         self.abandoned = asyncio.Event()
 
+    async def is_tracing_enabled(self) -> bool:
+        return True
+
     async def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
 

@@ -45,7 +45,6 @@ class TraceIds(NamedTuple):
 
 
 def attempt_context(event: RequestSubmitted, offset: int, stage: str, attempt: int) -> str:
-    """Return the trace context for the engine of an attempt; empty if the client sent none."""
-    if not event.traceparent or not (ids := TraceIds.of(event, offset)).parent:
-        return ""
-    return f"00-{ids.trace}-{ids.span(stage, attempt)}-{event.traceparent[-2:]}"
+    """Return the trace context for the engine of an attempt, sampled unless that of the client is not."""
+    ids = TraceIds.of(event, offset)
+    return f"00-{ids.trace}-{ids.span(stage, attempt)}-{event.traceparent[-2:] if ids.parent else '01'}"

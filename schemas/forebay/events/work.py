@@ -60,7 +60,7 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
             shared store of the worker; 0 if it expects none in the shared store. It is a hint where to look.
         kv_pin_s: seconds for which the worker keeps the KV of the prompt in its host memory and on its disk.
         reply_key: key of the request, which every event in the reply slot must have.
-        traceparent: trace context whose span is the attempt, for the engine; empty if the client sent none.
+        traceparent: trace context whose span is the attempt, for the engine.
     """
 
     rank: Count

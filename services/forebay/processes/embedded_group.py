@@ -284,6 +284,7 @@ class EmbeddedGroup:
             snapshot_every=settings.snapshot_every,
             snapshot_age_s=settings.snapshot_age_s,
             poll_s=min(0.5, settings.lease_ttl_s / 6),
+            has_readers=settings.spans is not None,
         )
 
 

@@ -65,6 +65,9 @@ class AsyncLLM:
         for source, publisher in zip(self.sources.values(), self.publishers, strict=True):
             await publisher.open(source.endpoint, source.replay_endpoint)
 
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
     async def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
 
@@ -83,7 +86,7 @@ class AsyncLLM:
         trace_headers: dict[str, str] | None = None,
     ) -> AsyncIterator[Any]:
         assert priority == 0, "the policy is fcfs"
-        assert trace_headers is None, "the contract's requests have no trace context"
+        assert trace_headers is None, "tracing is disabled"
         lora, salt = "" if lora_request is None else lora_request.name, prompt.get("cache_salt", "")
         assert not lora or lora in self.loras
         tokens, rank = list(prompt["prompt_token_ids"]), data_parallel_rank

@@ -74,7 +74,7 @@ __all__ = ["GroupSettings", "Owner", "OwnershipLost"]
 
 RUN_US_MAX = 5_000  # bounds how long the records of one topic delay the records of the next topic
 RUN_SLICE = 16  # records between two readings of the clock
-# Bounds after which applied events are journalled without a decision, for readers of the journal in other processes. An
+# Bounds after which applied events are journalled without a decision, for readers of the journal. An
 # indexer answers no query while it applies the events of one record, at up to 20 µs per event.
 QUIET_S = 1.0
 UNREAD_MAX = 1_000
@@ -101,6 +101,7 @@ class GroupSettings:
         groups: Number of control partitions. Each group can use slots_max / groups slots of a pool.
         snapshot_age_s: Maximum time between two snapshots, if at least one record was journalled since.
         heartbeats: Whether the owner appends to `heartbeats`, for ingresses in other processes.
+        has_readers: Whether something else reads the journal of an owner without heartbeats.
     """
 
     group: str
@@ -117,6 +118,7 @@ class GroupSettings:
     snapshot_age_s: float = 300.0
     poll_s: float = 0.5
     heartbeats: bool = False
+    has_readers: bool = False
 
 
 class Owner:
@@ -353,7 +355,7 @@ class Owner:
     def _has_unread(self) -> bool:
         """Return whether the journal lacks too many applied events, or lacks one for too long."""
         consumed = self.world.consumed
-        if self._heartbeats is None or not consumed:
+        if not consumed or not (self._settings.heartbeats or self._settings.has_readers):
             return False
         is_quiet = runtime.monotonic_s() - self._journalled_s >= QUIET_S
         return is_quiet or sum(run.count for run in consumed) >= UNREAD_MAX

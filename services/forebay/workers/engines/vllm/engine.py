@@ -73,6 +73,7 @@ class VllmEngine(ModelEngine):
         self.llm: Any = None
         self._calls: Any = None  # module `forebay.workers.engines.vllm.calls`, which imports vLLM
         self._scheduling_policy = "fcfs"
+        self._is_traced = False
         self._transfers = KvTransfers(settings.model_name, self._kept)
         self._layout: KvLayout | None = None
         self._store_name = settings.kv_store_name
@@ -105,6 +106,7 @@ class VllmEngine(ModelEngine):
         config = self.llm.vllm_config
         self._scheduling_policy = config.scheduler_config.policy
         self._context_tokens = config.model_config.max_model_len
+        self._is_traced = await self.llm.is_tracing_enabled()
         tasks = await self.llm.get_supported_tasks()
         self._tasks = tuple(task for task in ("generate", "embed") if task in tasks)
         if not self._tasks:
@@ -265,9 +267,12 @@ class VllmEngine(ModelEngine):
             lora_request=self._lora_request(item.lora_name),
             priority=engine_priority(item.priority, self._scheduling_policy),
             data_parallel_rank=self._index(item.rank),
-            trace_headers={"traceparent": item.traceparent} if item.traceparent else None,
+            trace_headers=self._trace_headers(item),
         )
         return outputs
+
+    def _trace_headers(self, item: WorkItem) -> dict[str, str] | None:
+        return {"traceparent": item.traceparent} if self._is_traced and item.traceparent else None
 
     async def _prefill(self, item: WorkItem, prompt: Any, rank: RankBuffer) -> None:
         sampling = msgspec.structs.replace(item.sampling, **PREFILL_SAMPLING)
@@ -324,6 +329,7 @@ class VllmEngine(ModelEngine):
             item.request_id,
             lora_request=self._lora_request(item.lora_name),
             priority=engine_priority(item.priority, self._scheduling_policy),
+            trace_headers=self._trace_headers(item),
         )
         async for output in outputs:
             rank.embedded(item, output.outputs.data.float().cpu().numpy().astype("<f4").tobytes())
