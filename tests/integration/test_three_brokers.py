@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import msgspec
@@ -12,15 +13,17 @@ from forebay.events.topics import REQUESTS
 from forebay.transport.base import Draft
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.kafka.settings import KafkaSettings
-from forebay.transport.kafka.topics import MIN_INSYNC, TopicPlan
+from forebay.transport.kafka.topics import MIN_INSYNC, SLOTS_ADDED, TopicPlan
 from tests.harness.brokers import StoppableBroker, all_in_sync, create_topics_on, replicas_of
 from tests.harness.cluster import PLAN, POOL
 from tests.harness.failover import PATIENCE_S, Counts, System
 from tests.harness.local import CLUSTER_BROKERS, CLUSTER_SESSION_S, local_kafka_cluster
 from tests.integration.conftest import MakeCluster, available_or_skipped
+from tests.integration.stream_clients import problems, prompt, stream_clients
 
 ASK_EVERY_S = 0.1
 WITHOUT_LEADER_S = 3.0  # several rounds of searching for the leader
+COUNT, TOKENS = 40, 4  # of the workers that need further slots
 LEADER, FOLLOWER, CONTROLLER = 2, 3, 1  # numbers of the brokers
 REPLICATED_PLAN = msgspec.structs.replace(PLAN, replication=CLUSTER_BROKERS)
 
@@ -52,6 +55,23 @@ async def system(make_cluster: MakeCluster, bootstrap: str) -> AsyncIterator[Sys
     async with cluster:
         await cluster.serve(("r1", "r2"), ("w1", "w2"))
         yield System(cluster)
+
+
+async def test_slots_and_pools_that_workers_need_are_replicated(make_cluster: MakeCluster, bootstrap: str) -> None:
+    plan = msgspec.structs.replace(REPLICATED_PLAN, slots=1)
+    async with make_cluster("added", plan, kafka=bootstrap) as cluster:
+        await cluster.serve(workers=("w1", "w2", "w3"))
+        cluster.worker("w4", "--pool", "other")
+        await cluster.until_members(count=4)
+        async with stream_clients(list(cluster.urls.values()), "added") as clients:
+            for number in range(COUNT):
+                clients.submit(prompt(number), TOKENS)
+            await clients.all()
+            assert problems(clients.results, TOKENS) == []
+            assert {one.worker for one in clients.results} >= {"w1", "w2", "w3"}
+        replicas = (await replicas_of(cluster.settings)).items()
+        copies = Counter((topic, len(in_sync)) for (topic, _), (_, in_sync) in replicas if topic.startswith("work."))
+        assert copies == {("work.default", CLUSTER_BROKERS): SLOTS_ADDED, ("work.other", CLUSTER_BROKERS): SLOTS_ADDED}
 
 
 @pytest.mark.parametrize("way", ["stopped", "killed", "both-killed"])
