@@ -198,10 +198,12 @@ class Scene:
     def start(self, path: str, body: Any, **headers: str) -> "asyncio.Task[httpx.Response]":
         return asyncio.create_task(self.client.post(path, json=body, headers=headers))
 
-    def refuse(self, name: str, status: int, code: str, *, attempt: int = 0) -> None:
+    def refuse(self, name: str, status: int, code: str, *, attempt: int = 0, owner: int = 1) -> None:
         """End a response with an error."""
         error = ResponseError(status=status, code=code, message=f"because of {code}")
-        self.send(ResponseEnded(request_id=name, attempt=attempt, owner_epoch=1, finish_reason="error", error=error))
+        self.send(
+            ResponseEnded(request_id=name, attempt=attempt, owner_epoch=owner, finish_reason="error", error=error)
+        )
 
     def start_attempt(self, name: str, attempt: int, *, owner: int = 1) -> None:
         """Start a later attempt, or the same attempt under a later owner."""

@@ -152,9 +152,8 @@ class FakeConsumer(FakeClient):
             await asyncio.sleep(PREFETCH_S)
 
     def partitions_for_topic(self, topic: str) -> set[int]:
-        """Return a partition, because a simulated consumer needs no metadata before its first request."""
-        del topic
-        return {0}
+        """Return all partitions, because a simulated consumer needs no metadata before its first request."""
+        return set(range(self.host.kafka.count(topic) or 1))
 
     async def beginning_offsets(self, places: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
         self.count_call()
