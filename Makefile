@@ -43,9 +43,9 @@ IMAGE := forebay:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 # These need Kafka and Redis, or vLLM. Each process of pytest starts its own broker and Redis.
 REAL = --numprocesses 2 --dist loadfile
-UNLESS_REAL := --ignore tests/integration --ignore tests/engines --ignore tests/clients
+UNLESS_REAL := --ignore tests/integration --ignore tests/engines --ignore tests/clients --ignore tests/conformance
 
-.PHONY: help setup setup-engines setup-clients setup-gateway up test test-all explore fuzz fuzz-bugs test-kafka test-engines test-clients kafka kafka-stop demo-kafka demo-answers demo-gateway demo-indexer demo-ledger demo-tenants demo-upgrade demo-disagg demo-scaling demo-tiers demo-console chart image docs lint type fmt mutations coverage bench \
+.PHONY: help setup setup-engines setup-clients setup-gateway up test test-all explore fuzz fuzz-bugs test-kafka test-engines test-clients conformance kafka kafka-stop demo-kafka demo-answers demo-gateway demo-indexer demo-ledger demo-tenants demo-upgrade demo-disagg demo-scaling demo-tiers demo-console chart image docs lint type fmt mutations coverage bench \
     schemas golden report-picture console-pictures lock lock-engines lock-clients resolve ci clean
 
 help: ## show this help
@@ -91,6 +91,9 @@ test-engines: $(READY_ENGINES) $(READY_GATEWAY) ## run the tests on real vLLM, E
 
 test-clients: $(READY_CLIENTS) ## run the tests with official clients of the APIs; options in ARGS="..."
 	@$(VENV_CLIENTS)/bin/pytest --confcutdir tests/clients -o filterwarnings=ignore tests/clients $(ARGS)
+
+conformance: $(READY) ## compare the adapters with the engines' packages (package index); VERSIONS=newest, or the pinned ones
+	@FOREBAY_CONFORMANCE=$(VERSIONS) $(BIN)/pytest --quiet tests/conformance $(ARGS)
 
 kafka: $(READY) ## start Apache Kafka on the loopback address (Java 17, Maven); options in ARGS="..."
 	@$(BIN)/python infra/kafka/kafka.py start $(ARGS)

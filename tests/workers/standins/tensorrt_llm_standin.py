@@ -131,11 +131,11 @@ class MetricsCollector:
     def __init__(self, labels: dict[str, str]) -> None:
         assert set(labels) == {"model_name", "engine_type"}
 
-    def log_iteration_stats(self, stats: dict[str, Any]) -> None:
-        assert "kvCacheStats" in stats
+    def log_iteration_stats(self, iteration_stats: dict[str, Any]) -> None:
+        assert "kvCacheStats" in iteration_stats
 
-    def log_request_metrics_dict(self, metrics: dict[str, Any]) -> None:
-        MetricsCollector.reported.append(metrics)
+    def log_request_metrics_dict(self, metrics_dict: dict[str, Any]) -> None:
+        MetricsCollector.reported.append(metrics_dict)
 
 
 class LLM:

@@ -77,7 +77,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: dict[str, Any],
-        sampling: Sampling,
+        sampling_params: Sampling,
         request_id: str,
         *,
         lora_request: LoraAdapter | None = None,
@@ -90,16 +90,16 @@ class AsyncLLM:
         lora, salt = "" if lora_request is None else lora_request.name, prompt.get("cache_salt", "")
         assert not lora or lora in self.loras
         tokens, rank = list(prompt["prompt_token_ids"]), data_parallel_rank
-        request = StandinRequest(request_id, tokens, sampling.max_tokens, lora, salt, rank)
+        request = StandinRequest(request_id, tokens, sampling_params.max_tokens, lora, salt, rank)
         cache = self.caches[rank]
         request.cached = cache.cached_tokens(request)
         self._step(rank, 1)
         try:
             self._publish(rank, cache.store(request, tokens))
-            while len(request.generated) < sampling.max_tokens:
+            while len(request.generated) < sampling_params.max_tokens:
                 await asyncio.sleep(0)
                 request.generated.append(next_token([*tokens, *request.generated]))
-                is_last = len(request.generated) == sampling.max_tokens
+                is_last = len(request.generated) == sampling_params.max_tokens
                 if is_last:
                     self._publish(rank, cache.store(request, [*tokens, *request.generated[:-1]]))
                 reason = "length" if is_last else None
@@ -115,11 +115,11 @@ class AsyncLLM:
             publisher.publish([BlocksCleared()])
         return True
 
-    async def add_lora(self, adapter: LoraAdapter) -> None:
-        self.loras.add(adapter.name)
+    async def add_lora(self, lora_request: LoraAdapter) -> None:
+        self.loras.add(lora_request.name)
 
-    async def remove_lora(self, number: int) -> None:
-        assert number
+    async def remove_lora(self, lora_id: int) -> None:
+        assert lora_id
 
     async def close(self) -> None:
         for publisher in self.publishers:
