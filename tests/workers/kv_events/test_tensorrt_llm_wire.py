@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from forebay.core.block_hashes import mm_hash
 from forebay.engine_model.model import Removed, Stored
 from forebay.events.base import U64_MASK, unpack_u32
-from forebay.workers.kv_events.engine_events import KvEventError, RemovedBlocks, StoredBlocks
+from forebay.workers.kv_events.engine_events import KvEventError, MovedBlock, RemovedBlocks, StoredBlocks
 from forebay.workers.kv_events.resident import KvTracker, ResidentBlocks
 from forebay.workers.kv_events.tensorrt_llm_wire import RankEvent, TensorRtLlmReader
 from tests.workers.kv_events.captured import ours
@@ -50,7 +50,7 @@ def test_a_chain_is_stored_and_removed() -> None:
     [chain] = first.batch.events
     assert isinstance(chain, StoredBlocks) and unpack_u32(chain.token_ids) == [1, 2, 3, 4]
     assert chain.hashes == (-7 & U64_MASK, 8) and chain.parent is None
-    assert second.batch.events == (RemovedBlocks(hashes=(8, -7 & U64_MASK)),)
+    assert second.batch.events == (RemovedBlocks(hashes=(8, -7 & U64_MASK), tier=None),)
 
 
 def test_events_become_changes_with_canonical_hashes() -> None:
@@ -70,6 +70,34 @@ def test_events_become_changes_with_canonical_hashes() -> None:
         [Removed((names[1],), "device", (6,))],
     ]
     assert tracker.resident.counts == {"unknown_removed": 1}, "a partial block is forgotten once it is removed"
+
+
+def moved(event_id: int, name: int, old: int, new: int) -> dict[str, Any]:
+    level = {"type": "event_diff", "new_value": new, "old_value": old}
+    return event(event_id, "updated", block_hash=name, cache_level=level, priority=None)
+
+
+def test_updated_events_move_blocks_between_tiers() -> None:
+    tracker = KvTracker(ResidentBlocks(2, counts_copies=False))
+    names = tuple(ours([1, 2, 3, 4], 2))
+    reported = read(
+        stored(0, block(5, [1, 2]), block(6, [3, 4]), block(7, [9])),
+        moved(1, 6, 0, 1),
+        event(2, "updated", block_hash=5, cache_level=None, priority={"new_value": 1, "old_value": 2}),
+        moved(3, 7, 0, 1),
+        moved(4, 6, 1, 0),
+        moved(5, 6, 0, 1),
+        moved(6, 99, 0, 1),
+        moved(7, 5, 0, 1),
+        moved(8, 5, 1, 2),
+        removed(9, 6, 5),
+    )
+    changes = [list(tracker.batch(one.batch).changes) for one in reported]
+    to_host = [Stored(None, names[1:], "host", (6,)), Removed(names[1:], "device", (6,))]
+    to_device = [Stored(None, names[1:], "device", (6,)), Removed(names[1:], "host", (6,))]
+    assert changes[1:7] == [to_host, [], [], to_device, to_host, []]
+    assert changes[9] == [Removed(names[1:], "host", (6,)), Removed(names[:1], "disk", (5,))]
+    assert not len(tracker.resident) and tracker.resident.counts == {"unknown_removed": 1}
 
 
 def test_a_block_that_was_partial_can_be_stored_when_it_is_full() -> None:
@@ -102,7 +130,7 @@ def test_missing_number_is_a_loss_even_before_skipped_events() -> None:
         stored(3, block(2, [5]), window=9),
         stored(5, block(3, [1, 2]), rank=1),
         removed(4, 2),
-        event(6, "updated", window=3),
+        event(6, "renamed", window=3),
     )
     assert [bool(one.missed) for one in reported] == [False, False, False, True, False, False, True]
     assert reported[3].missed == "expected KV event 2, got 3" and reported[3].rank == 0
@@ -129,6 +157,7 @@ def test_media_are_identified_by_their_digests() -> None:
         stored(1, {"block_hash": "x", "tokens": []}),
         event(1, "stored"),
         event(1, "removed", block_hashes=[None]),
+        event(1, "updated", block_hash=1, cache_level={"type": "event_diff", "new_value": 3, "old_value": 0}),
     ],
 )
 def test_invalid_event_is_an_error_and_leaves_a_gap(odd: Any) -> None:
@@ -152,6 +181,8 @@ data = st.fixed_dictionaries(
             st.fixed_dictionaries({"block_hash": st.integers(-(2**64), 2**65) | anything, "tokens": tokens}), max_size=3
         )
         | anything,
+        "block_hash": st.integers(-(2**64), 2**65) | anything,
+        "cache_level": st.fixed_dictionaries({"new_value": st.integers(-1, 3) | anything}) | anything,
         "block_hashes": st.lists(st.integers(-(2**64), 2**65), max_size=3) | anything,
         "parent_hash": anything,
         "lora_name": anything,
@@ -173,5 +204,6 @@ def test_any_dicts_are_events_or_errors(events: list[Any]) -> None:
         except KvEventError:
             continue
         for generated in reported.batch.events:
-            assert isinstance(generated, StoredBlocks | RemovedBlocks)
-            assert all(0 <= name <= U64_MASK for name in generated.hashes)
+            assert isinstance(generated, StoredBlocks | RemovedBlocks | MovedBlock)
+            hashes = (generated.hash,) if isinstance(generated, MovedBlock) else generated.hashes
+            assert all(0 <= name <= U64_MASK for name in hashes)

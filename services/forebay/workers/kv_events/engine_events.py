@@ -63,8 +63,17 @@ class StoredBlocks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemovedBlocks(msgspec.Struct, frozen=True, kw_only=True):
+    """Event: blocks have left a tier. If it is None, they have left every tier in which they were."""
+
     hashes: tuple[int, ...]
-    tier: SourceTier = "device"
+    tier: SourceTier | None = "device"
+
+
+class MovedBlock(msgspec.Struct, frozen=True):
+    """Event: a block that was stored before is now in this tier, and in no other."""
+
+    hash: int
+    tier: Tier
 
 
 class ClearedBlocks(msgspec.Struct, frozen=True):
@@ -87,7 +96,7 @@ class OwnRemoved(msgspec.Struct, frozen=True, kw_only=True):
     tier: Tier
 
 
-EngineEvent = StoredBlocks | RemovedBlocks | ClearedBlocks | OwnStored | OwnRemoved | StoreChange
+EngineEvent = StoredBlocks | RemovedBlocks | MovedBlock | ClearedBlocks | OwnStored | OwnRemoved | StoreChange
 
 
 class Batch(msgspec.Struct, frozen=True):

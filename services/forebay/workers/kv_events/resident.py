@@ -23,6 +23,7 @@ from forebay.workers.kv_events.engine_events import (
     Batch,
     ClearedBlocks,
     EngineEvent,
+    MovedBlock,
     OwnRemoved,
     OwnStored,
     RemovedBlocks,
@@ -57,8 +58,8 @@ class ResidentBlocks:
 
     Attributes:
         counts: number of anomalous blocks by kind: `orphans` were stored after an unknown block, `unknown_removed` were
-            removed without being known, `other_block_size` have another size, and `renamed` were stored again with
-            another canonical hash.
+            removed or moved without being known, `other_block_size` have another size, and `renamed` were stored again
+            with another canonical hash.
     """
 
     def __init__(self, block_size: int, *, counts_copies: bool) -> None:
@@ -96,7 +97,9 @@ class ResidentBlocks:
             case StoredBlocks():
                 return self._store(event)
             case RemovedBlocks():
-                return self._remove(event)
+                return self._remove(event.hashes, event.tier) if event.tier else self._leave(event.hashes)
+            case MovedBlock():
+                return self._move(event)
             case ClearedBlocks():
                 self.clear()
                 return [Cleared()]
@@ -178,11 +181,28 @@ class ResidentBlocks:
         held[block.canonical] = copies + 1
         return not copies
 
-    def _remove(self, event: RemovedBlocks) -> list[Change]:
-        at = TIERS.index(event.tier)
-        held = self._held[event.tier]
+    def _move(self, event: MovedBlock) -> list[Change]:
+        block = self._blocks.get(event.hash)
+        changes: list[Change] = []
+        if block is not None and self._add(event.hash, block.canonical, block.seed, event.tier):
+            changes.append(_stored(None, [(event.hash, block.canonical)], event.tier))
+        return changes + self._leave((event.hash,), but=event.tier)
+
+    def _leave(self, hashes: tuple[int, ...], but: Tier | None = None) -> list[Change]:
+        """Remove blocks from all tiers, except the tier `but`."""
+        known = [(name, self._blocks[name].copies) for name in hashes if name in self._blocks]
+        self.counts["unknown_removed"] += len(hashes) - len(known)
+        changes: list[Change] = []
+        for at, tier in enumerate(TIERS):
+            if tier != but and (there := tuple(name for name, copies in known if copies[at])):
+                changes += self._remove(there, tier)
+        return changes
+
+    def _remove(self, hashes: tuple[int, ...], tier: SourceTier) -> list[Change]:
+        at = TIERS.index(tier)
+        held = self._held[tier]
         gone: list[tuple[int, int]] = []
-        for engine_hash in event.hashes:
+        for engine_hash in hashes:
             block = self._blocks.get(engine_hash)
             if block is None or not block.copies[at]:
                 self.counts["unknown_removed"] += 1
@@ -196,10 +216,10 @@ class ResidentBlocks:
                 gone.append((engine_hash, block.canonical))
         if not gone:
             return []
-        hashes = tuple(ours for _, ours in gone)
-        if event.tier == "store":
-            return [StoreChange(removed=hashes)]
-        return [Removed(hashes, event.tier, tuple(theirs for theirs, _ in gone))]
+        removed = tuple(ours for _, ours in gone)
+        if tier == "store":
+            return [StoreChange(removed=removed)]
+        return [Removed(removed, tier, tuple(theirs for theirs, _ in gone))]
 
 
 def _stored(parent: int | None, blocks: list[tuple[int, int]], tier: SourceTier) -> Change:

@@ -3,8 +3,8 @@
 Theory of operation. Each rank numbers its events. They cannot be requested again, so a missing number means that an
 event is lost. For a model with attention windows the engine reports the blocks of each window. Only the largest window,
 which covers the whole prompt, determines whether a prefix can be reused. The engine reports the last block of a prompt
-before it is full; such a block has no hash that could identify it later, so it is skipped. All blocks count as blocks
-in device memory.
+before it is full; such a block has no hash that could identify it later, so it is skipped. A block is stored in device
+memory. An `updated` event moves it to another cache level, and a `removed` event does not name the level.
 """
 
 from collections import Counter
@@ -13,15 +13,19 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from forebay.core.block_hashes import mm_hash
+from forebay.events.kv import Tier
 from forebay.workers.kv_events.engine_events import (
     Batch,
     EngineEvent,
     KvEventError,
+    MovedBlock,
     RemovedBlocks,
     StoredBlocks,
     as_u64,
     packed_tokens,
 )
+
+LEVELS: tuple[Tier, ...] = ("device", "host", "disk")  # TensorRT-LLM's cache levels
 
 
 class _Token(msgspec.Struct):
@@ -49,6 +53,15 @@ class _Stored(msgspec.Struct):
 
 class _Removed(msgspec.Struct):
     block_hashes: list[int]
+
+
+class _Level(msgspec.Struct):
+    new_value: Annotated[int, msgspec.Meta(ge=0, lt=len(LEVELS))]
+
+
+class _Updated(msgspec.Struct):
+    block_hash: int
+    cache_level: _Level | None = None  # None if only the priority was updated
 
 
 class _Event(msgspec.Struct):
@@ -105,7 +118,7 @@ class TensorRtLlmReader:
                 self._window = max(one.window_size, self._window or 0)
             return []
         self._settled = True
-        if kind not in ("stored", "removed"):
+        if kind not in ("stored", "removed", "updated"):
             skipped["unknown_event"] += 1
             return []
         if None not in (one.window_size, self._window) and one.window_size != self._window:
@@ -115,6 +128,8 @@ class TensorRtLlmReader:
         try:
             if kind == "stored":
                 return self._stored(msgspec.convert(one.data, _Stored), partial, skipped)
+            if kind == "updated":
+                return _moved(msgspec.convert(one.data, _Updated), partial)
             return _removed(msgspec.convert(one.data, _Removed), partial)
         except (msgspec.ValidationError, RecursionError) as error:
             raise KvEventError(f"KV event {one.event_id}: {error}") from error
@@ -153,4 +168,11 @@ def _removed(one: _Removed, partial: set[int]) -> list[EngineEvent]:
     content = [as_u64(block) for block in one.block_hashes]
     hashes = tuple(block for block in content if block not in partial)
     partial.difference_update(content)
-    return [RemovedBlocks(hashes=hashes)] if hashes else []
+    return [RemovedBlocks(hashes=hashes, tier=None)] if hashes else []
+
+
+def _moved(one: _Updated, partial: set[int]) -> list[EngineEvent]:
+    block = as_u64(one.block_hash)
+    if one.cache_level is None or block in partial:
+        return []
+    return [MovedBlock(block, LEVELS[one.cache_level.new_value])]
