@@ -28,7 +28,7 @@ Start = Callable[..., AbstractAsyncContextManager[Driven]]
 
 def model_directory(folder: Path) -> Path:
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"max_position_embeddings": 128}')
     (folder / "model.bin").write_bytes(b"weights")
     return folder
 

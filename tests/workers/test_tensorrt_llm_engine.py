@@ -3,6 +3,8 @@
 The prefill and decode roles of the real engine were never run.
 """
 
+import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -242,6 +244,29 @@ async def test_failed_start_has_a_reason(
     await engine.stop()
 
 
+async def test_context_is_that_of_the_model(settings: EngineSettings, started: Start) -> None:
+    config = {"max_position_embeddings": 6, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    for content, allows in (
+        (config, 11),
+        ({"text_config": config, "rope_scaling": {"type": "yarn", "factor": 2.0}}, 5),
+        ({}, 200),
+    ):
+        (settings.model / "config.json").write_text(json.dumps(content))
+        async with started() as one:
+            assert (await one.ask([1] * allows, 2)).error is None
+            if content:
+                error = (await one.ask([1] * (allows + 1), 2)).error
+                assert error is not None and error.code == "context_length_exceeded"
+    async with started(max_seq_len=4) as one:
+        assert (await one.ask([1] * 4, 2)).error is not None
+
+
+async def test_sizes_of_caches_without_capacity(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LLM, "get_kv_cache_capacity", lambda _: {})
+    async with started() as one:
+        assert (one.spec.block_size, one.spec.kv_blocks_total) == (4, 32)
+
+
 async def test_sizes_of_older_releases(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(LLM, "get_kv_cache_capacity")
     async with started() as one:
@@ -282,8 +307,11 @@ def test_sampling_parameters_become_arguments_of_tensorrt_llm(monkeypatch: pytes
 
 async def test_structured_output_is_guided_decoding(started: Start) -> None:
     async with started() as one:
-        await one.ask(PROMPT, 1, structured=StructuredOutput(kind="regex", text="a+"))
+        assert (await one.ask(PROMPT, 1, structured=StructuredOutput(kind="regex", text="a+"))).error is None
         assert llm().requested_with[-1]["sampling_params"].guided_decoding.regex == "a+"
+    async with started(guided_decoding_backend=None) as one:
+        answer = await one.ask(PROMPT, 1, structured=StructuredOutput(kind="regex", text="a+"))
+        assert answer.error is not None and (answer.error.status, "not enabled" in answer.error.message) == (400, True)
 
 
 def test_settings_become_arguments_of_tensorrt_llm(settings: EngineSettings) -> None:

@@ -14,9 +14,9 @@ from tests.workers.standins.little import install_modules, next_token, struct
 
 LLM_ARGS: dict[str, Any] = {
     "model": None, "tensor_parallel_size": 1, "enable_attention_dp": False, "max_batch_size": 2048,
-    "max_num_tokens": 8192, "max_seq_len": 128, "kv_cache_config": None, "enable_iter_perf_stats": False,
+    "max_num_tokens": 8192, "max_seq_len": None, "kv_cache_config": None, "enable_iter_perf_stats": False,
     "return_perf_metrics": False, "cache_transceiver_config": None, "disable_overlap_scheduler": False,
-    "lora_config": None, "load_format": "auto", "backend": "pytorch",
+    "guided_decoding_backend": None, "lora_config": None, "load_format": "auto", "backend": "pytorch",
 }  # fmt: skip
 KV_CACHE_ARGS: dict[str, Any] = {
     "enable_block_reuse": True, "max_tokens": 256, "tokens_per_block": 32, "event_buffer_max_size": 0,
@@ -230,6 +230,8 @@ class LLM:
             raise ValueError("Disaggregated requests need cache_transceiver_config")
         if params.request_type == "context_only":
             assert params.first_gen_tokens is None
+        if params.guided_decoding is not None and self.args.guided_decoding_backend is None:
+            raise ValueError("Guided decoding is not enabled for this server")
             return
         assert params.request_type == "generation_only" and params.first_gen_tokens and params.opaque_state
 

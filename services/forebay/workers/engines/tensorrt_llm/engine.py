@@ -23,6 +23,7 @@ import msgspec
 
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
+from forebay import runtime
 from forebay.events.tokens import TokenLogprob
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
@@ -35,6 +36,7 @@ from forebay.workers.engines.tensorrt_llm.requests import (
     CACHE,
     engine_arguments,
     engine_priority,
+    context_tokens,
     guided_arguments,
     is_refusal,
     sampling_arguments,
@@ -105,7 +107,7 @@ class TensorRtLlmEngine(ModelEngine):
         # A cancelled start continues in its thread; `stop` ends it.
         self._types, self._llm = await asyncio.shield(self._building)
         self._tasks = ("generate",)
-        self._context_tokens = self._llm.args.max_seq_len or 1 << 31
+        self._context_tokens = self._llm.args.max_seq_len or await runtime.offload(context_tokens, settings.model)
         self._ranks = {rank: RankBuffer(rank, 1) for rank in spec.ranks}  # resized after the first prompt
         cache = arguments[CACHE]
         self._has_kv_events = bool(cache.get("event_buffer_max_size") and cache["enable_block_reuse"])
@@ -127,9 +129,8 @@ class TensorRtLlmEngine(ModelEngine):
         )
 
     async def _cache_sizes(self) -> tuple[int, int]:
-        """Return tokens per block and blocks per rank. Older releases report them only with a step."""
-        if hasattr(self._llm, "get_kv_cache_capacity"):
-            capacity = await asyncio.to_thread(self._llm.get_kv_cache_capacity)
+        """Return tokens per block and blocks per rank. Older releases and some caches report them only with a step."""
+        if capacity := await asyncio.to_thread(getattr(self._llm, "get_kv_cache_capacity", dict)):
             return capacity["tokensPerBlock"], capacity["maxNumBlocks"]
         async for step in self._llm.get_stats_async(timeout=2):
             stats = step_stats(step)

@@ -1,6 +1,9 @@
 """Convert work items to TensorRT-LLM's arguments, and decode its statistics. Does not import TensorRT-LLM."""
 
+import json
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -15,6 +18,8 @@ DEFAULT_PRIORITY = 0.5
 COUNT_END = 10**9  # larger numbers are malformed
 CACHE = "kv_cache_config"
 DISAGGREGATED = ("prefill", "decode")
+SCALED_CONTEXTS = ("su", "longrope", "llama3", "yarn")  # RoPE scaling that the length in config.json includes
+UNLIMITED = 1 << 31
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=COUNT_END)]
 
@@ -40,6 +45,7 @@ def engine_arguments(settings: EngineSettings, *, kv_events: bool) -> dict[str, 
         "max_num_tokens": settings.max_num_batched_tokens,
         "enable_iter_perf_stats": True,
         "return_perf_metrics": True,
+        "guided_decoding_backend": "xgrammar",  # TensorRT-LLM has no default and then rejects structured output
     }
     if settings.dp_size > 1:
         arguments["tensor_parallel_size"] = settings.dp_size
@@ -53,6 +59,19 @@ def engine_arguments(settings: EngineSettings, *, kv_events: bool) -> dict[str, 
     arguments |= given
     arguments[CACHE] = _present(cache | own_cache)
     return _present(arguments)
+
+
+def context_tokens(model: Path) -> int:
+    """Return the context length that TensorRT-LLM infers from the config.json of a model without `max_seq_len`.
+
+    If config.json has no length, there is no limit here, because the default is that of the model's class.
+    """
+    config = json.loads((model / "config.json").read_bytes())
+    text = config if "max_position_embeddings" in config else config.get("text_config") or {}
+    scaling = config.get("rope_scaling") or {}
+    is_included = scaling.get("type", scaling.get("rope_type")) in SCALED_CONTEXTS
+    factor = 1.0 if is_included else scaling.get("factor", 1.0)
+    return math.ceil((text.get("max_position_embeddings") or UNLIMITED) * factor)
 
 
 def _present(arguments: Mapping[str, Any]) -> dict[str, Any]:
