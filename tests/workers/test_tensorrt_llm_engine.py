@@ -354,6 +354,46 @@ async def test_prefill_worker_generates_the_first_token(pair: Pair) -> None:
     assert first[answer.tokens[0]] == Logprob(-0.5, 1)
 
 
+async def test_descriptor_has_the_fields_that_constructors_take(pair: Pair) -> None:
+    first, second = await pair.prefilled(PROMPT), await pair.prefilled(PROMPT)
+    one, other = (msgspec.msgpack.decode(prefilled.descriptor) for prefilled in (first, second))
+    assert one["ctx_usage"] == {"prompt_tokens": len(PROMPT)} and "prepared" not in one
+    assert one["disagg_request_id"] != other["disagg_request_id"]
+    assert (await pair.decoded(PROMPT, first)).tokens == answer_of(PROMPT, 6)
+    requested = pair.decode_backend.requested_with[-1]["disaggregated_params"]
+    assert requested.disagg_request_id == one["disagg_request_id"]
+
+
+async def test_simple_log_probabilities_of_the_first_token(pair: Pair) -> None:
+    pair.prefill_backend.simple_logprobs = True
+    prefilled = await pair.prefilled(PROMPT, logprobs=0)
+    answer = await pair.decoded(PROMPT, prefilled, logprobs=0)
+    assert answer.tokens == answer_of(PROMPT, 6)
+    requested = pair.decode_backend.requested_with[-1]["disaggregated_params"]
+    assert requested.first_gen_log_probs == [{answer.tokens[0]: Logprob(-0.5, None)}]
+
+
+async def test_decode_is_aborted_after_its_kv_has_arrived(pair: Pair) -> None:
+    backend = pair.decode_backend
+    prefilled = await pair.prefilled(PROMPT)
+    backend.step.clear()
+    item = pair.decode.item(PROMPT, 6, stage="decode", prefilled=prefilled)
+    pair.decode.submit(item)
+    await until(lambda: backend.running)
+    pair.decode.engine.cancel(item.request_id)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not backend.aborted
+    backend.step.set()
+    await until(lambda: backend.aborted)
+    assert backend.healthy and not pair.decode.answers[item.request_id].over
+    backend.deaf = True  # the engine stops although this transfer never ends
+    hung = pair.decode.item(PROMPT, 6, stage="decode", prefilled=prefilled)
+    pair.decode.submit(hung)
+    await until(lambda: backend.running)
+    pair.decode.engine.cancel(hung.request_id)
+
+
 async def test_decode_worker_computes_aggregated_prompts(pair: Pair) -> None:
     assert (await pair.decode.ask(PROMPT, 6)).tokens == answer_of(PROMPT, 6)
     assert pair.decode_backend.requested_with[-1]["disaggregated_params"] is None
@@ -411,7 +451,12 @@ async def test_kv_counts_as_kept_until_no_block_is_in_use(pair: Pair, monkeypatc
 
 def test_unencodable_parameters_are_unfetchable() -> None:
     strange: Any = object()
-    unknown: list[Any] = [None, {}, DisaggregatedParams(opaque_state=strange)]
+    unknown: list[Any] = [
+        None,
+        {},
+        DisaggregatedParams(opaque_state=strange),
+        DisaggregatedParams(first_gen_log_probs=[3]),
+    ]
     for params in unknown:
         with pytest.raises(Unfetchable):
             descriptor(params)

@@ -35,10 +35,6 @@ GuidedDecodingParams = struct(
     "GuidedDecodingParams", json=None, regex=None, grammar=None, json_object=False, structural_tag=None
 )
 SchedulingParams = struct("SchedulingParams", attention_dp_rank=None, attention_dp_relax=True)
-DisaggregatedParams = struct(
-    "DisaggregatedParams", request_type=None, first_gen_tokens=None, first_gen_log_probs=None, ctx_request_id=None,
-    opaque_state=None, draft_tokens=None,
-)  # fmt: skip
 SamplingFields = struct(
     "SamplingFields", end_id=None, max_tokens=32, stop_token_ids=None, n=1, top_k=None, top_p=None, seed=None,
     temperature=None, min_tokens=None, repetition_penalty=None, presence_penalty=None, frequency_penalty=None,
@@ -67,6 +63,25 @@ class LoRARequest:
     def __post_init__(self) -> None:
         if not os.path.exists(self.lora_path):  # noqa: PTH110 - as the real one
             raise ValueError(f"lora_path ({self.lora_path}) does not exist.")
+
+
+@dataclass(slots=True)
+class ContextUsage:
+    prompt_tokens: int
+    total_tokens: int = field(init=False, default=0)
+
+
+@dataclass(slots=True, kw_only=True)
+class DisaggregatedParams:
+    request_type: str | None = None
+    first_gen_tokens: list[int] | None = None
+    first_gen_log_probs: list[Any] | None = None
+    ctx_request_id: int | None = None
+    opaque_state: bytes | None = None
+    draft_tokens: list[int] | None = None
+    disagg_request_id: int | None = None
+    ctx_usage: Any = None
+    prepared: bool = field(init=False, default=False)
 
 
 class RequestError(RuntimeError):
@@ -105,7 +120,10 @@ class RequestOutput:
 
     def abort(self) -> None:
         self.llm.aborted.append(self.requested.name)
-        self.llm.running.pop(self.requested.name, None)
+        is_running = self.llm.running.pop(self.requested.name, None) is not None
+        fetches = self.apart is not None and self.apart.request_type == "generation_only"
+        if is_running and fetches and not self.requested.generated and not self.llm.deaf:
+            self.llm.healthy = False  # its KV was moving
 
     async def aresult(self) -> "RequestOutput":
         async for _ in self:
@@ -158,6 +176,8 @@ class LLM:
         self.stats: list[dict[str, Any]] = []
         self.next_ids = [0] * ranks
         self.numbers = 0
+        self.simple_logprobs = False
+        self.request_ids: set[int] = set()
         self.running: dict[str, RequestOutput] = {}
         self.aborted: list[str] = []
         self.requested_with: list[dict[str, Any]] = []
@@ -210,6 +230,8 @@ class LLM:
             raise ValueError(f"priority must be a float in [0.0, 1.0], got {arguments['priority']}")
         if len(prompt) > self.args.max_num_tokens:
             raise RequestError("The sum of prompt length, query length should not exceed max_num_tokens")
+        if params.guided_decoding is not None and self.args.guided_decoding_backend is None:
+            raise ValueError("Guided decoding is not enabled for this server")
         self.numbers += 1
         salt, adapter = arguments["cache_salt"] or "", arguments["lora_request"]
         requested = StandinRequest(str(self.numbers), list(prompt), params.max_tokens, salt=salt)
@@ -229,9 +251,9 @@ class LLM:
         if not self.args.cache_transceiver_config:
             raise ValueError("Disaggregated requests need cache_transceiver_config")
         if params.request_type == "context_only":
-            assert params.first_gen_tokens is None
-        if params.guided_decoding is not None and self.args.guided_decoding_backend is None:
-            raise ValueError("Guided decoding is not enabled for this server")
+            assert params.first_gen_tokens is None and (1 << 40) <= params.disagg_request_id < 1 << 63
+            assert params.disagg_request_id not in self.request_ids, "the transceiver tracks requests by this id"
+            self.request_ids.add(params.disagg_request_id)
             return
         assert params.request_type == "generation_only" and params.first_gen_tokens and params.opaque_state
 
@@ -282,10 +304,13 @@ class LLM:
             self._emit(requested.rank, cache.store(requested, [*requested.prompt, *requested.generated[:-1]]))
             result.finished = True
             if apart is not None and apart.request_type == "context_only":
+                places = [-0.5] if self.simple_logprobs else list(output.logprobs)
                 output.disaggregated_params = DisaggregatedParams(
+                    disagg_request_id=apart.disagg_request_id,
+                    ctx_usage=ContextUsage(len(requested.prompt)),
                     request_type="context_only",
                     first_gen_tokens=list(requested.generated),
-                    first_gen_log_probs=list(output.logprobs) or None,
+                    first_gen_log_probs=places or None,
                     ctx_request_id=1 << 62,
                     opaque_state=b"state \xff of " + bytes(requested.prompt[:1]),
                 )

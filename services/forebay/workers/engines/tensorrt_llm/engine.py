@@ -5,25 +5,27 @@ neither send lost KV events again nor clear its cache. If events of a rank were 
 empty, and skips blocks whose preceding block it does not know. A reset drops the requests and keeps the cache, whose
 content `held` returns.
 
-A KV descriptor contains all fields of TensorRT-LLM's `DisaggregatedParams`, unchanged, except that log probabilities
-are converted. They include the first output token: the prefill worker generated it, and the decode worker does not
-compute it again.
+A KV descriptor contains the fields that the constructor of TensorRT-LLM's `DisaggregatedParams` takes. Only log
+probabilities are converted. The fields include the first output token: the prefill worker generated it, and the decode
+worker does not compute it again.
 """
 
 import asyncio
+import dataclasses
 import logging
+import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from contextlib import suppress
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 
+from forebay import runtime
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
-from forebay import runtime
 from forebay.events.tokens import TokenLogprob
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
@@ -34,9 +36,9 @@ from forebay.workers.engines.model_engine import CANARY_TOKENS, GeneratedRespons
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.tensorrt_llm.requests import (
     CACHE,
+    context_tokens,
     engine_arguments,
     engine_priority,
-    context_tokens,
     guided_arguments,
     is_refusal,
     sampling_arguments,
@@ -66,6 +68,8 @@ CONNECTOR = "tensorrt-llm"
 LEASE_S = 60.0  # TensorRT-LLM's default timeout of a transfer
 PREFILL_SAMPLING: Mapping[str, Any] = {"max_tokens": 1}  # other parameters apply: it generates the first output token
 LOGPROBS = "first_gen_log_probs"
+REQUEST_ID = "disagg_request_id"
+REQUEST_IDS = 1 << 40, 1 << 63  # below are TensorRT-LLM's local ids
 CANARY_SAMPLING = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
@@ -254,11 +258,15 @@ class TensorRtLlmEngine(ModelEngine):
             message = f"a worker with the role {self._settings.role} keeps no KV for other workers"
             raise AttemptFailed(501, "not_supported", message)
         sampling = msgspec.structs.replace(item.sampling, **PREFILL_SAMPLING)
+        # Unique among all workers, because both engines identify the request by it. Older releases have no such field.
+        least, end = REQUEST_IDS
+        has_id = hasattr(self._types.DisaggregatedParams, REQUEST_ID)
+        request = {REQUEST_ID: least + secrets.randbelow(end - least)} if has_id else {}
         output = self._llm.generate_async(
             inputs=prompt,
             sampling_params=self._sampling_params(sampling),
             streaming=False,
-            disaggregated_params=self._types.DisaggregatedParams(request_type="context_only"),
+            disaggregated_params=self._types.DisaggregatedParams(request_type="context_only", **request),
             **self._request_options(item),
         )
         try:
@@ -307,8 +315,12 @@ class TensorRtLlmEngine(ModelEngine):
                 response.add(token_ids, getattr(result, "cached_tokens", 0) or 0, logprobs)
                 reason = one.finish_reason or reason
                 self._wake.set()
-        except BaseException:
-            output.abort()
+        except BaseException as error:
+            try:
+                if transfer is not None and isinstance(error, asyncio.CancelledError) and not response.tokens:
+                    await _first_token(output, response.lease)
+            finally:
+                output.abort()
             raise
         self._log(output)
         self._end_response(response, reason or "unknown")
@@ -332,22 +344,45 @@ class TensorRtLlmEngine(ModelEngine):
         """Do nothing, because TensorRT-LLM loads an adapter with its first request and drops unused adapters itself."""
 
 
+async def _first_token(output: Any, lease: asyncio.Timeout | None) -> None:
+    """Wait until a decode request has its KV, because an abort during the transfer can leak KV or hang the engine."""
+    if lease is not None and lease.expired():
+        return
+    with suppress(Exception):  # the transfer may fail
+        async for result in output:
+            if result.outputs[0].token_ids:
+                return
+
+
 def descriptor(params: Any) -> bytes:
     """Return the KV descriptor of a computed prompt.
 
     Raises Unfetchable if TensorRT-LLM returned none, or an invalid one.
     """
-    if not is_dataclass(params) or isinstance(params, type):
+    if not dataclasses.is_dataclass(params) or isinstance(params, type):
         raise Unfetchable("TensorRT-LLM returned no disaggregated_params")
-    fields = {name: value for name, value in asdict(params).items() if value is not None}
-    if places := fields.get(LOGPROBS):
-        fields[LOGPROBS] = [
-            [(token_id, one["logprob"], one.get("rank")) for token_id, one in place.items()] for place in places
-        ]
+    fields = _init_fields(params)
     try:
-        return msgspec.msgpack.encode(fields)
-    except (TypeError, ValueError, OverflowError) as error:
+        if places := fields.get(LOGPROBS):
+            fields[LOGPROBS] = [
+                [(token_id, one["logprob"], one.get("rank")) for token_id, one in place.items()]
+                if isinstance(place, dict)
+                else [(first, place, None)]  # TensorRT-LLM's simple format is the number of the token alone
+                for first, place in zip(fields["first_gen_tokens"], places, strict=True)
+            ]
+        return msgspec.msgpack.encode(fields, enc_hook=dict)  # a Pydantic model is a sequence of pairs
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise Unfetchable(f"cannot encode the disaggregated_params of TensorRT-LLM: {error}") from error
+
+
+def _init_fields(value: Any) -> Any:
+    """Convert dataclasses to dictionaries, without unset fields and fields that constructors do not take."""
+    if dataclasses.is_dataclass(value):
+        found = {one.name: getattr(value, one.name) for one in dataclasses.fields(value) if one.init}
+        return {name: _init_fields(one) for name, one in found.items() if one is not None}
+    if isinstance(value, dict):
+        return {name: _init_fields(one) for name, one in value.items()}
+    return [_init_fields(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def transfer_fields(

@@ -70,7 +70,7 @@ def context_tokens(model: Path) -> int:
     text = config if "max_position_embeddings" in config else config.get("text_config") or {}
     scaling = config.get("rope_scaling") or {}
     is_included = scaling.get("type", scaling.get("rope_type")) in SCALED_CONTEXTS
-    factor = 1.0 if is_included else scaling.get("factor", 1.0)
+    factor = 1.0 if is_included else scaling.get("factor") or 1.0
     return math.ceil((text.get("max_position_embeddings") or UNLIMITED) * factor)
 
 
