@@ -81,7 +81,6 @@ class DisaggregatedParams:
     draft_tokens: list[int] | None = None
     disagg_request_id: int | None = None
     ctx_usage: Any = None
-    prepared: bool = field(init=False, default=False)
 
 
 class RequestError(RuntimeError):
