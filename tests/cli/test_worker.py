@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -40,6 +42,7 @@ from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.workers.engine import EngineError
+from forebay.workers.engines.attached.engine import AttachedEngine
 from forebay.workers.engines.attached.server import ServerInfo
 from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.metrics import Probes
@@ -48,6 +51,8 @@ from forebay.workers.service import Request, Service, endpoint, service, service
 from tests.cli.in_process import error_of
 from tests.harness import fork_server
 from tests.harness.local import free_ports
+from tests.harness.openai_server import OpenAiServer
+from tests.workers.attached import prefix_space
 
 URL = "http://127.0.0.1:8000"
 NOTHING: Any = None
@@ -268,6 +273,7 @@ async def hanging(one: Attachment) -> None:
     await asyncio.Event().wait()
 
 
+DIFFERS = r"the tokenizer of the server http://\S+ differs from \S+/changed/tokenizer\.json"
 LOST = EngineError("the server does not respond")
 
 
@@ -345,10 +351,45 @@ async def test_a_server_that_serves_another_model_is_not_attached_again(monkeypa
 
     monkeypatch.setattr(attached_module, "described", described)
     one = attachments([Upstream(URL)], "w")[0]
-    one.model = "m"
     fleet = AttachedWorkers(settings_of(), NOTHING, NOTHING, [one], CollectorRegistry())
-    with pytest.raises(EngineError, match="serves other now, but worker w joined with m; restart the worker"):
-        await fleet.attach(one)
+    for one.model, one.root, known in (("m", "", r"m \(root ''\)"), ("other", "/old", r"other \(root '/old'\)")):
+        with pytest.raises(
+            EngineError, match=rf"serves other now \(root '/.*'\), but worker w joined with {known}; restart"
+        ):
+            await fleet.attach(one)
+
+
+async def test_a_server_with_another_tokenizer_ends_the_command_unless_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def reached(*_: Any) -> Any:
+        raise LookupError
+
+    monkeypatch.setattr(attached_module, "stored_card", reached)  # after the server was accepted
+    caplog.set_level("INFO")
+    changed = Path(shutil.copytree(DEFAULT_MODEL, tmp_path / "changed"))
+    prefix_space(changed / "tokenizer.json")
+
+    async def attach(server: OpenAiServer, **options: Any) -> None:
+        one = attachments([Upstream(server.url)], "w")
+        await AttachedWorkers(settings_of(**options), NOTHING, NOTHING, one, CollectorRegistry()).run()
+
+    for flavor in ("vllm", "sglang"):
+        async with OpenAiServer(flavor=flavor) as server:
+            with pytest.raises(ConfigError, match=DIFFERS) as error:
+                await attach(server, model=str(changed))
+            assert re.search(r"'10 plus .* has \d+ tokens .* but \d+ tokens .*; start all .* or", str(error.value))
+            with pytest.raises(LookupError):
+                await attach(server, model=str(DEFAULT_MODEL))
+            assert "tokenizer" not in caplog.text
+            with pytest.raises(LookupError):
+                await attach(server, model=str(changed), options={"allow_tokenizer_mismatch": True})
+            assert re.search(DIFFERS, caplog.text)
+        caplog.clear()
+    async with OpenAiServer(flavor="plain") as server:
+        with pytest.raises(LookupError):
+            await attach(server, model=str(changed))
+    assert "does not offer its tokenizer" in caplog.text
 
 
 async def test_a_process_that_waits_for_its_server_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,6 +404,7 @@ async def test_a_process_that_waits_for_its_server_is_alive(monkeypatch: pytest.
 
     info = ServerInfo(kind="vllm", model="m", root=str(DEFAULT_MODEL))
     monkeypatch.setattr(attached_module, "described", lambda *_: returned(info))
+    monkeypatch.setattr(AttachedEngine, "check_tokenizer", lambda _: returned(None))
     monkeypatch.setattr(attached_module, "stored_card", lambda *_: returned(""))
     monkeypatch.setattr(attached_module, "join_group", lambda *_: returned(0))
     monkeypatch.setattr(attached_module, "Worker", lambda *_, **__: LostWorker())

@@ -9,6 +9,7 @@ model. The tests share one cluster and run in order; the last ones kill the serv
 import asyncio
 import importlib.util
 import json
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,7 +25,13 @@ import pytest_asyncio
 
 from forebay.events.fleet import WorkerLost
 from forebay.events.topics import FLEET
+from forebay.ingress.model import Model
+from forebay.processes.engines import tokenizer_probes
+from forebay.processes.worker import Upstream, UpstreamSettings, described
+from forebay.runtime.errors import ConfigError
 from forebay.transport.kafka.topics import TopicPlan
+from forebay.workers.engines.attached.engine import AttachedEngine, AttachedSettings
+from forebay.workers.engines.settings import EngineSettings
 from tests.engines.oracle import GREEDY, Transformers
 from tests.engines.serving import (
     BLOCK,
@@ -45,6 +52,7 @@ from tests.harness.cluster import GROUP, PLAN, Cluster
 from tests.harness.local import free_ports
 from tests.integration import kafka_api
 from tests.integration.conftest import RUN
+from tests.workers.attached import prefix_space
 
 SERVER = "server"  # process of the server that is attached as ATTACHED and as DECODE
 ATTACHED, HOSTED = "a1", "v1"
@@ -156,6 +164,23 @@ async def test_one_ingress_serves_all_models(system: System, oracle: Transformer
         model=MODEL, messages=[{"role": "user", "content": "hello"}], max_tokens=4
     )
     assert chat.choices[0].finish_reason in ("length", "stop")
+
+
+async def test_another_tokenizer_than_that_of_the_attached_server_is_refused(
+    system: System, model: Path, tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(model, tmp_path / "changed"))
+    prefix_space(directory / "tokenizer.json")
+    info = await described(Upstream(system.server.url), UpstreamSettings(servers=()))
+    probes = tokenizer_probes(Model(directory))
+    attached = AttachedSettings(
+        url=system.server.url, info=info, encode=lambda _: [], decode=lambda _: "", context_tokens=1
+    )
+    engine = AttachedEngine(EngineSettings(model=directory, model_name=MODEL, tokenizer_probes=probes), attached)
+    with pytest.raises(
+        ConfigError, match=r"the tokenizer of the server .* differs from .*changed/tokenizer\.json: '10 "
+    ):
+        await engine.check_tokenizer()
 
 
 async def test_a_shared_prefix_goes_to_the_attached_server_and_vllm_counts_the_hits(

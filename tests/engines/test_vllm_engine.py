@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from forebay.engine_model.model import EngineLoad
 from forebay.events.control import Command
 from forebay.events.requests import StructuredOutput, TokenBias
+from forebay.ingress.model import Model
+from forebay.processes.engines import tokenizer_probes
 from forebay.workers.engine import EngineError, EngineRefused
 from forebay.workers.engines import model_engine
 from forebay.workers.engines.vllm.engine import VllmEngine
@@ -29,7 +31,8 @@ pytestmark = [
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def vllm(model: Path) -> AsyncIterator[Driven]:
     arguments = ARGUMENTS | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-    async with driven(VllmEngine(settings(model, arguments=arguments)), SPEC) as one:
+    probes = tokenizer_probes(Model(model))
+    async with driven(VllmEngine(settings(model, arguments=arguments, tokenizer_probes=probes)), SPEC) as one:
         yield one
 
 

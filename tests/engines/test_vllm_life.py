@@ -1,6 +1,7 @@
 """vLLM that does not start or dies: a clear error each time, and no process left."""
 
 import asyncio
+import json
 import math
 import os
 import shutil
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from forebay.ingress.model import Model
+from forebay.processes.engines import tokenizer_probes
 from forebay.workers.engine import EngineError
 from forebay.workers.engines.vllm.engine import VllmEngine
 from tests.engines.driven import driven
@@ -55,6 +58,17 @@ async def test_a_broken_model_directory(
     generated = await refused(VllmEngine(settings(directory)))
     assert fragment in generated
     assert str(directory) in generated
+
+
+async def test_a_tokenizer_that_the_ingress_does_not_have(model: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(model, tmp_path / "qwen"))
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    # The class brings its own pre-tokenizer, which separates digits from the space before them.
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "Qwen2Tokenizer"}))
+    probes = tokenizer_probes(Model(directory))
+    error = await refused(VllmEngine(settings(directory, tokenizer_probes=probes)))
+    assert f"the tokenizer of vLLM differs from {directory / 'tokenizer.json'}: '10 plus 25 is 35" in error
+    assert "has 39 tokens (" in error and "but 40 tokens (" in error and "--allow-tokenizer-mismatch" in error
 
 
 async def test_unknown_argument_of_vllm(model: Path) -> None:

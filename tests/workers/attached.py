@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from aiohttp import web
@@ -125,6 +126,13 @@ class OddServer:
         await response.write(b"data: [DONE]\n\n")
         await asyncio.sleep(0)  # the end of the response follows on its own
         return response
+
+
+def prefix_space(file: Path) -> None:
+    """Change a tokenizer.json so that the first word of a text has other tokens."""
+    tokenizer = json.loads(file.read_text())
+    tokenizer["pre_tokenizer"]["add_prefix_space"] = True
+    file.write_text(json.dumps(tokenizer))
 
 
 async def described(url: str, name: str = "") -> ServerInfo:

@@ -272,6 +272,13 @@ async def test_a_server_that_serves_another_model_by_now_ends_the_engine() -> No
         assert not answer.over
 
 
+async def test_a_server_that_serves_other_weights_by_now_ends_the_engine() -> None:
+    async with server_of() as server, attached(server) as one:
+        server.settings = msgspec.structs.replace(server.settings, model=Path("/other"))
+        with pytest.raises(EngineError, match=r"serves \S+ from /other, not /.*default_model"):
+            await one.engine.check()
+
+
 async def test_a_dying_server_fails_no_request() -> None:
     async with server_of() as server, attached(server) as one:
         server.faults.status = 500

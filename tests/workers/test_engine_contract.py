@@ -131,6 +131,55 @@ def started(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     return start
 
 
+class EngineTokenizer:
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if text == "broken":
+            raise TypeError("no such text")
+        return [7] * add_special_tokens + [ord(one) for one in text]
+
+
+class MistralTokenizer(EngineTokenizer):
+    """Tokenizer of mistral-common, which has other tokens for the text of a special token."""
+
+
+@pytest.mark.parametrize("started", ["vllm", "sglang", "tensorrt-llm"], indirect=True)
+async def test_an_engine_with_another_tokenizer_does_not_start(
+    started: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def has(tokenizer: EngineTokenizer | None) -> None:
+        for one in (vllm_standin.AsyncLLM, sglang_standin.TokenizerManager, tensorrt_llm_standin.LLM):
+            monkeypatch.setattr(one, "tokenizer", tokenizer)
+
+    caplog.set_level(logging.INFO)
+    has(EngineTokenizer())
+    equal = (("ab", False, (97, 98)), ("ab", True, (7, 97, 98)))
+    async with started(tokenizer_probes=equal):
+        assert "tokenizer" not in caplog.text
+    text = "x" * 99
+    for own, message in (
+        (
+            (120,) * 50 + (5,) * 49,
+            r" differs from .*tokenizer.json: 'x{80}' has 99 tokens \(… 120 120 120 5 5 .* …\) by",
+        ),
+        (
+            (120,) * 98,
+            r"has 98 tokens \(… 120 120 120\) by that file, but 99 tokens \(… 120 120 120 120\) by the engine; ",
+        ),
+    ):
+        probes = (*equal, (text, False, own))
+        with pytest.raises(EngineError, match=message):
+            async with started(tokenizer_probes=probes):
+                pass
+    async with started(tokenizer_probes=probes, allow_tokenizer_mismatch=True):
+        assert "--allow-tokenizer-mismatch permits it" in caplog.text
+    for tokenizer in (None, MistralTokenizer(), EngineTokenizer()):
+        has(tokenizer)
+        caplog.clear()
+        async with started(tokenizer_probes=(("broken", False, (1,)),)):
+            assert "does not offer its tokenizer" in caplog.text
+    assert "cannot tokenize 'broken': no such text" in caplog.text
+
+
 async def test_engine_reports_its_sizes(started: Start) -> None:
     async with started() as one:
         assert one.spec.block_size == BLOCK_SIZE and "generate" in one.spec.tasks and one.spec.kv_events

@@ -77,7 +77,10 @@ class Llm:
         self.vllm_config = SimpleNamespace(
             scheduler_config=SimpleNamespace(policy="fcfs", max_num_seqs=8, max_num_batched_tokens=64),
             model_config=SimpleNamespace(
-                max_model_len=64, dtype="torch.bfloat16", get_total_num_hidden_layers=lambda: 3
+                skip_tokenizer_init=True,
+                max_model_len=64,
+                dtype="torch.bfloat16",
+                get_total_num_hidden_layers=lambda: 3,
             ),
             cache_config=SimpleNamespace(
                 num_gpu_blocks=9, block_size=BLOCK, enable_prefix_caching=False, cache_dtype="auto"

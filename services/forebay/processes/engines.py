@@ -5,6 +5,7 @@ A real engine runs in a process of its own, so the packages of the other engines
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ import msgspec
 
 from forebay.engine_model.model import EngineConfig
 from forebay.events.fleet import WorkerSpec
+from forebay.ingress.errors import ApiError
 from forebay.ingress.model import Model, word_token_ids
 from forebay.runtime.errors import ConfigError, prefixed
 from forebay.simulate.profiles.profile import MOCKER, Profile, load_profile
@@ -26,13 +28,21 @@ from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.kv import KvSettings
 from forebay.workers.engines.mock.outputs import OutputScripts
 from forebay.workers.engines.service_engine import ServiceEngine
-from forebay.workers.engines.settings import EngineSettings, pool_of
+from forebay.workers.engines.settings import EngineSettings, TokenizerProbe, pool_of
 from forebay.workers.kv_transfer.api import NIXL
 from forebay.workers.kv_transfer.own_address import interface_of
 from forebay.workers.service import load_service
 
 MOCKER_PROFILE = load_profile(MOCKER)
 WORDS_MAX = 512  # words of strings that a mock engine generates
+PROBE_TEXTS = (
+    "10 plus 25 is 35,  and 1234567 is 3.1e-10",
+    "naïve 🙂👩‍👩‍👧 don't STOP",
+    "缓存里有前缀。한국어 こんにちは",
+    "def f(x):\n\tif x:\n\t\treturn  x+1\n\n",
+)
+PROBE_MESSAGES = ({"role": "user", "content": PROBE_TEXTS[0]}, {"role": "assistant", "content": PROBE_TEXTS[3]})
+SPECIAL_TOKENS_MAX = 8  # of a probe
 NOT_KNOWN = 1  # placeholder for a size that the engine reports after its start
 
 
@@ -109,6 +119,8 @@ def built(
         return _mock(choice, spec)
     if choice.engine in ADAPTERS:
         adapter = ADAPTERS[choice.engine]
+        if (settings.model / "tokenizer.json").is_file():  # otherwise no ingress can use the model
+            settings = replace(settings, tokenizer_probes=tokenizer_probes(Model(settings.model)))
         return engine_process(adapter.module, adapter.name, settings), spec
     service = load_service(choice.engine)
     if settings.role != "aggregated":
@@ -116,6 +128,16 @@ def built(
             f"--role {settings.role}: {choice.label} is a service, and services support only the role aggregated"
         )
     return ServiceEngine(service, settings), msgspec.structs.replace(spec, pool=pool or service.pool)
+
+
+def tokenizer_probes(model: Model) -> tuple[TokenizerProbe, ...]:
+    """Return texts that tokenizers often treat differently, with their token ids as the ingress computes them."""
+    special = [text for _, text in sorted(model.token_bytes.special.items())[:SPECIAL_TOKENS_MAX]]
+    texts = [(text, False) for text in (*PROBE_TEXTS, "10 a ".join(["", *special, ""]))]
+    with suppress(ApiError):  # there is no chat template, or it rejects these messages
+        texts.append((model.render(PROBE_MESSAGES), False))
+    texts.append((PROBE_TEXTS[0], True))
+    return tuple((text, is_prompt, tuple(model.encode(text, special=is_prompt))) for text, is_prompt in texts)
 
 
 def _encoder(choice: EngineChoice) -> StandInEncoder:

@@ -26,7 +26,7 @@ from forebay.events.fleet import WorkerSpec
 from forebay.ingress.model import Model, model_name_of
 from forebay.ingress.model_cards import read_card
 from forebay.processes.card_keeper import keep_card
-from forebay.processes.engines import EngineChoice, built
+from forebay.processes.engines import EngineChoice, built, tokenizer_probes
 from forebay.processes.metrics_server import Probe, process_registry
 from forebay.processes.model_source import HUB_NAME, find_model
 from forebay.processes.names import adapters, incarnation, named
@@ -88,7 +88,7 @@ class UpstreamSettings:
     Attributes:
         model: directory or name on the Hub of the tokenizer; None for the model that the server names.
         model_name: name of the model in the API; empty for the name of the server.
-        sizes: options of `EngineSettings` by name, for sizes that the server does not publish.
+        options: further fields of `EngineSettings` by name. Sizes are used if the server does not publish them.
         api_key: empty if the servers need none.
         allow_shared_cache: whether servers that cannot separate their cache get requests with a cache namespace.
     """
@@ -98,7 +98,7 @@ class UpstreamSettings:
     revision: str | None = None
     model_name: str = ""
     role: Role = "aggregated"
-    sizes: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     api_key: str = ""
     allow_shared_cache: bool = False
 
@@ -131,6 +131,7 @@ class Attachment:
         upstream: the server; None for an engine of this process.
         own: engine of this process, the spec of its worker, and the directory of its model; None for a server.
         model: name of the model that the server served first; empty before it was reached.
+        root: directory or name of its weights on the server; empty if the server does not publish it.
         worker: None while the server is not attached.
     """
 
@@ -138,6 +139,7 @@ class Attachment:
     worker_id: str
     own: tuple[Engine, WorkerSpec, Path] | None = None
     model: str = ""
+    root: str = ""
     worker: Worker | None = None
     probes: Probes = field(default_factory=Probes)
 
@@ -158,8 +160,8 @@ def attachments(upstreams: Sequence[Upstream], worker_id: str) -> list[Attachmen
 async def run(settings: WorkerSettings) -> None:
     """Start the engine of this process or attach the servers, and serve until SIGINT or SIGTERM.
 
-    Raises EngineError if the engine of this process failed, and ConfigError if a server's model has no tokenizer, or an
-    option contradicts what the server serves.
+    Raises EngineError if the engine of this process failed, and ConfigError if a server's model has no tokenizer or
+    another one, or an option contradicts what the server serves.
     """
     cluster, engine = settings.cluster, settings.engine
     if isinstance(engine, UpstreamSettings):
@@ -309,14 +311,16 @@ class AttachedWorkers:
         servers = self._settings.engine
         assert isinstance(servers, UpstreamSettings)
         info = await described(one.upstream, servers)
-        if one.model and info.model != one.model:
+        if one.model and (info.model, info.root) != (one.model, one.root):
             raise EngineError(
-                f"the server {one.upstream.url} serves {info.model} now, but worker {one.worker_id} joined with"
-                f" {one.model}; restart the worker to serve the new model"
+                f"the server {one.upstream.url} serves {info.model} now (root {info.root!r}), but worker"
+                f" {one.worker_id} joined with {one.model} (root {one.root!r}); restart the worker to"
+                " serve the new model"
             )
-        found = await runtime.offload(engine_of, one, info, self._settings)
-        one.model = info.model
-        return found
+        engine, spec, directory = await runtime.offload(engine_of, one, info, self._settings)
+        await engine.check_tokenizer()
+        one.model, one.root = info.model, info.root
+        return engine, spec, directory
 
     def _register(self) -> None:
         """Export the metrics of the current workers."""
@@ -335,7 +339,7 @@ async def described(upstream: Upstream, settings: UpstreamSettings) -> ServerInf
         await server.close()
 
 
-def engine_of(one: Attachment, info: ServerInfo, settings: WorkerSettings) -> tuple[Engine, WorkerSpec, Path]:
+def engine_of(one: Attachment, info: ServerInfo, settings: WorkerSettings) -> tuple[AttachedEngine, WorkerSpec, Path]:
     servers = settings.engine
     assert one.upstream is not None
     assert isinstance(servers, UpstreamSettings)
@@ -347,11 +351,12 @@ def engine_of(one: Attachment, info: ServerInfo, settings: WorkerSettings) -> tu
         raise EngineError(f"the host of the server {url} has no address: {error}") from error
     name = model_name_of(None, servers.model_name or _api_name(info.model))
     model = Model(directory)
+    probes = tokenizer_probes(model)
     source = None
     if one.upstream.kv_events:
         source = KvSource(one.upstream.kv_events, one.upstream.kv_replay or None)
     engine = AttachedEngine(
-        EngineSettings(model=directory, model_name=name, role=role, **servers.sizes),
+        EngineSettings(model=directory, model_name=name, role=role, tokenizer_probes=probes, **servers.options),
         AttachedSettings(
             url=url,
             info=info,

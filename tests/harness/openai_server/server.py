@@ -163,6 +163,8 @@ class OpenAiServer:
             routes |= {"/health": self._health, "/metrics": self._vllm_metrics, "/reset_prefix_cache": self._clear}
         elif settings.flavor == "sglang":
             routes |= {"/health": self._health, "/server_info": self._sglang_info, "/flush_cache": self._clear}
+        if settings.flavor != "plain":
+            routes["/tokenize"] = self._tokenize
         if settings.enable_lora:
             prefix = "/v1" if settings.flavor == "vllm" else ""
             routes |= {f"{prefix}/load_lora_adapter": self._load, f"{prefix}/unload_lora_adapter": self._unload}
@@ -222,6 +224,11 @@ class OpenAiServer:
         cards = [{**card, "root": root, "parent": None, "max_model_len": longest}]
         cards += [{**card, "id": lora, "root": path, "parent": name} for lora, path in self._loras.items()]
         return JSONResponse({"object": "list", "data": cards})
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = await request.json()
+        tokens = self.model.encode(body["prompt"], special=body["add_special_tokens"])
+        return JSONResponse({"count": len(tokens), "max_model_len": self.engine.max_model_len, "tokens": tokens})
 
     async def _health(self, _: Request) -> Response:
         return Response(status_code=self.faults.health_status or 200)

@@ -100,6 +100,8 @@ class ServerArgs:
 
 
 class TokenizerManager:
+    tokenizer: Any = None
+
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
         self.event_loop: Any = None

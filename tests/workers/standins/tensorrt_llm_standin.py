@@ -160,6 +160,7 @@ class LLM:
 
     made: "LLM | None" = None
     fails: Exception | None = None
+    tokenizer: Any = None
 
     def __init__(self, model: str, **kwargs: Any) -> None:
         if LLM.fails is not None:

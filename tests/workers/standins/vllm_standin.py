@@ -31,6 +31,8 @@ class VLLMError(Exception):
 class AsyncLLM:
     """`AsyncLLM` that emits one token per turn of the event loop."""
 
+    tokenizer: Any = None
+
     def __init__(self, arguments: dict[str, Any], make_logger: Any, sockets: Path) -> None:
         self.errored = False
         ranks, block_size = arguments.get("data_parallel_size", 1), arguments["block_size"]
@@ -41,7 +43,7 @@ class AsyncLLM:
                 max_num_seqs=arguments["max_num_seqs"],
                 max_num_batched_tokens=arguments["max_num_batched_tokens"],
             ),
-            model_config=SimpleNamespace(max_model_len=CONTEXT_TOKENS),
+            model_config=SimpleNamespace(max_model_len=CONTEXT_TOKENS, skip_tokenizer_init=False),
             cache_config=SimpleNamespace(
                 num_gpu_blocks=blocks * ranks, block_size=block_size, enable_prefix_caching=True
             ),
@@ -60,6 +62,9 @@ class AsyncLLM:
             for index in range(ranks)
         }
         self.publishers = [EventPublisher("vllm", block_size) for _ in range(ranks)]
+
+    def get_tokenizer(self) -> Any:
+        return self.tokenizer
 
     async def open(self) -> None:
         for source, publisher in zip(self.sources.values(), self.publishers, strict=True):

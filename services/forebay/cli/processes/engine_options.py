@@ -31,6 +31,9 @@ class EngineOptions:
     engine_start_s: Annotated[
         float, Option(min=1.0, help="Maximum seconds for a real engine to start. A large model may need more.")
     ] = START_S
+    allow_tokenizer_mismatch: Annotated[
+        bool, Option("--allow-tokenizer-mismatch", help="Serve although the engine's tokenizer is not the model's.")
+    ] = False
     role: Annotated[str, Option(help=f"Worker role: {', '.join(get_args(Role))}.")] = "aggregated"
     speedup: Annotated[float | None, Option(help="Speed relative to the modelled GPU. Mock engine only.")] = None
     engine_profile: Annotated[

@@ -32,7 +32,9 @@ DISAGGREGATED = ("prefill", "decode")
 TIERED = (MOCK, "vllm")  # engines that can offload KV to tiers
 SHARING = ("vllm", "sglang")  # engines that report KV events of storage that their own connectors share
 REACHED = (MOCK, "vllm")  # engines whose worker reports an address from which other workers fetch KV
-SIZE_OPTIONS = ("block_size", "kv_blocks", "max_num_seqs", "max_num_batched_tokens", "dp_size")
+SAME_OPTIONS = (  # fields of `EngineSettings` of the same name
+    *("block_size", "kv_blocks", "max_num_seqs", "max_num_batched_tokens", "dp_size", "allow_tokenizer_mismatch"),
+)
 
 
 class MockArguments(msgspec.Struct, frozen=True):
@@ -76,7 +78,7 @@ def choose_engine(options: EngineOptions) -> EngineChoice:
         arguments=arguments if is_real else {},
         kv_checksum=mock.kv_checksum,
         kv_lease_s=mock.kv_lease_s,
-        **{name: getattr(options, name) for name in SIZE_OPTIONS},
+        **{name: getattr(options, name) for name in SAME_OPTIONS},
         **kv,
     )
     if options.engine not in ENGINES:

@@ -5,7 +5,7 @@ from typing import cast
 from forebay.cli.common.errors import explained, run_service
 from forebay.cli.processes.command import WorkerCommand
 from forebay.cli.processes.engine_options import EngineOptions
-from forebay.cli.processes.engines import SIZE_OPTIONS, choose_engine, reached_at, tiered
+from forebay.cli.processes.engines import SAME_OPTIONS, choose_engine, reached_at, tiered
 from forebay.cli.processes.tier_options import TierOptions
 from forebay.events.control import Role
 from forebay.processes.engines import EngineChoice
@@ -62,7 +62,7 @@ def _attached(options: WorkerCommand, servers: tuple[Upstream, ...]) -> Upstream
         revision=engine.revision,
         model_name=engine.model_name,
         role=cast(Role, engine.role),  # `check_options` has checked it
-        sizes={size: getattr(engine, size) for size in SIZE_OPTIONS},
+        options={name: getattr(engine, name) for name in SAME_OPTIONS},
         api_key=options.upstream.api_key(),
         allow_shared_cache=options.upstream.allow_shared_cache,
     )
@@ -71,7 +71,7 @@ def _attached(options: WorkerCommand, servers: tuple[Upstream, ...]) -> Upstream
 def check_options(options: EngineOptions) -> None:
     """Raise ConfigError if an option of an engine is given that has no effect on a server that already runs."""
     default = EngineOptions()
-    used = {"model", "revision", "model_name", "role", *SIZE_OPTIONS} - {"dp_size"}
+    used = {"model", "revision", "model_name", "role", *SAME_OPTIONS} - {"dp_size"}
     for name in EngineOptions.__dataclass_fields__:
         if name not in used and getattr(options, name) != getattr(default, name):
             flag = f"--{name.replace('_', '-')}"

@@ -19,6 +19,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -43,6 +44,7 @@ from forebay.workers.engine import AttemptFailed, CacheChange, EngineError, Engi
 from forebay.workers.engines.kv_descriptor import KeptKv, Unfetchable, offered
 from forebay.workers.engines.loras import LoraAdapter, Loras
 from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.engines.tokenizer_check import check_tokenizer
 from forebay.workers.kv_events.resident import ResidentBlocks
 from forebay.workers.kv_events.zmq_feed import KvEventMetrics, KvFeed
 from forebay.workers.kv_tiers.identity import WEIGHT_FILES
@@ -133,6 +135,7 @@ class ModelEngine(ABC):
         self._settings = settings
         self._tasks: tuple[Task, ...] = ()
         self._context_tokens = 0
+        self._tokenizer: Any = None  # of the engine, if it offers one
         self._ranks: dict[int, RankBuffer] = {}
         self._loras = Loras()
         self._requests: dict[str, asyncio.Task[None]] = {}
@@ -199,17 +202,28 @@ class ModelEngine(ABC):
     async def _remove_lora(self, adapter: LoraAdapter) -> None:  # noqa: B027 - an engine may only forget its name
         """Unload an adapter from the engine. Raises EngineRefused if the engine refuses or fails."""
 
+    async def _tokenize(self, text: str, is_prompt: bool) -> list[int] | None:
+        tokenizer = self._tokenizer
+        if tokenizer is None or "Mistral" in type(tokenizer).__name__:  # mistral-common reads special tokens as text
+            return None
+        try:
+            return list(await runtime.offload(partial(tokenizer.encode, text, add_special_tokens=is_prompt)))
+        except Exception as error:  # noqa: BLE001 - a model may bring a tokenizer of its own
+            logger.warning("%s cannot tokenize %r: %s", self.NAME, text, one_line(error))
+            return None
+
     async def start(self, spec: WorkerSpec) -> WorkerSpec:
         """Start the engine, load the LoRA adapters, and run a prompt on each rank.
 
-        Return the spec with the actual sizes. Raises EngineError if the model directory is invalid, or the engine
-        cannot start.
+        Return the spec with the actual sizes. Raises EngineError if the model directory is invalid, the engine cannot
+        start, or its tokenizer differs from the one of the ingress.
         """
         if self.EXPERIMENTAL:
             logger.warning("the %s engine is experimental: %s", self.NAME, self.EXPERIMENTAL)
         self._worker_id = spec.worker_id
         await runtime.offload(check_model, self._settings)
         await self._launch(spec)
+        await check_tokenizer(self._settings, self._tokenize, self.NAME, EngineError)
         for name, directory in self._settings.loras.items():
             try:
                 await self._load_configured_lora(name, str(directory))

@@ -10,6 +10,8 @@ from forebay.workers.kv_tiers.settings import TierSettings
 
 DEFAULT_POOL = "default"
 START_S = 600.0  # vLLM waits as long for its engine core
+TokenizerProbe = tuple[str, bool, tuple[int, ...]]
+"""A text, whether special tokens are added as around a prompt, and its token ids by the tokenizer of the ingress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,8 @@ class EngineSettings:
         near_host: address of this machine in the network of the other workers, used without `kv_host`.
         kv_store_name: name for the router of storage that the engine's own connector shares with other workers; empty
             if there is none.
+        tokenizer_probes: texts for which the engine's own tokenizer must have the same token ids.
+        allow_tokenizer_mismatch: whether other token ids are only logged.
         loras: directory of each LoRA adapter to load at the start, by name.
         arguments: the engine's own options, by the engine's names. They override the other settings.
     """
@@ -44,6 +48,8 @@ class EngineSettings:
     tiers: TierSettings | None = None
     kv_store_name: str = ""
     start_s: float = START_S
+    tokenizer_probes: tuple[TokenizerProbe, ...] = ()
+    allow_tokenizer_mismatch: bool = False
     loras: Mapping[str, Path] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
 

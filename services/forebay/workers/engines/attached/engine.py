@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from forebay.events.codec import MALFORMED
 from forebay.events.fleet import WorkerSpec
 from forebay.events.requests import Sampling
 from forebay.events.work import WorkItem
+from forebay.runtime.errors import ConfigError
 from forebay.runtime.metrics import collector, counter
 from forebay.workers.engine import AttemptFailed, EngineError, EngineRefused, one_line
 from forebay.workers.engines.attached.completions import (
@@ -47,6 +49,7 @@ from forebay.workers.engines.attached.server import MetricsUnreadable, ServerInf
 from forebay.workers.engines.loras import LoraAdapter, Loras
 from forebay.workers.engines.model_engine import CANARY_TOKENS, GeneratedResponse, ModelEngine
 from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.engines.tokenizer_check import check_tokenizer
 from forebay.workers.engines.vllm.transfer import PREFILL_SAMPLING, VLLM_LEASE_S
 from forebay.workers.kv_events.resident import ResidentBlocks
 from forebay.workers.kv_events.zmq_feed import KvFeed, KvSource
@@ -126,6 +129,15 @@ class AttachedEngine(ModelEngine):
         salts_cache = self._api.salts_cache or self._attached.allow_shared_cache
         return msgspec.structs.replace(await self._described(spec), salts_cache=salts_cache)
 
+    async def check_tokenizer(self) -> None:
+        """Raise ConfigError if the server has other token ids for a text than the tokenizer of the model directory."""
+        server = UpstreamServer(self._attached.url, self._attached.api_key)
+        try:
+            tokenize = partial(server.tokenize, self._info.model)
+            await check_tokenizer(self._settings, tokenize, f"the server {server.url}", ConfigError)
+        finally:
+            await server.close()
+
     async def _launch(self, spec: WorkerSpec) -> None:
         settings, info = self._settings, self._info
         self._server = server = UpstreamServer(self._attached.url, self._attached.api_key)
@@ -196,9 +208,11 @@ class AttachedEngine(ModelEngine):
 
     async def _check_server(self) -> None:
         await self._api.server.check_health()
-        served = [one.id for one in await self._api.server.models()]
+        served = {one.id: one.root or "" for one in await self._api.server.models()}
         if self._info.model not in served:
             raise EngineError(f"the server {self._url} serves {', '.join(served)}, not {self._info.model}")
+        if (root := served[self._info.model]) and root != self._info.root:
+            raise EngineError(f"the server {self._url} serves {self._info.model} from {root}, not {self._info.root}")
 
     def _followers(self) -> Sequence[Coroutine[Any, Any, None]]:
         return [*super()._followers(), self._follow_load()]

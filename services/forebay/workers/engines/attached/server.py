@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from forebay.events.codec import MALFORMED
 from forebay.workers.engine import EngineError, one_line
-from forebay.workers.engines.attached.errors import StreamCut, message_of, rejection
+from forebay.workers.engines.attached.errors import Rejected, StreamCut, message_of, rejection
 from forebay.workers.engines.tensorrt_llm.requests import COUNT_END, TrtLlmStepStats
 
 VLLM = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
@@ -120,6 +120,10 @@ class ListedModel(msgspec.Struct, frozen=True):
 
 class _Models(msgspec.Struct):
     data: list[ListedModel]
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
 
 
 class _SglangInfo(msgspec.Struct):
@@ -342,6 +346,14 @@ class UpstreamServer:
             kv_blocks=kv_blocks,
             loras={one.id: one.root or "" for one in models if one.parent in {known.id for known in bases}},
         )
+
+    async def tokenize(self, model: str, text: str, is_prompt: bool) -> list[int] | None:
+        """Return token ids, or None if the server does not offer that. Raises EngineError if it does not respond."""
+        body = {"model": model, "prompt": text, "add_special_tokens": is_prompt}
+        try:
+            return msgspec.json.decode(await self.post("/tokenize", body), type=_Tokens).tokens
+        except (Rejected, *MALFORMED):
+            return None
 
     async def _cache_sizes(self, kind: ServerKind) -> tuple[int | None, int | None]:
         """Return tokens per KV block and number of KV blocks, each None if unknown."""

@@ -109,6 +109,7 @@ class SglangEngine(ModelEngine):
         self._io = import_module("sglang.srt.managers.io_struct")
         self._resolved = engine.server_args.resolved_dict()
         self._context_tokens = self._manager.context_len
+        self._tokenizer = self._manager.tokenizer  # None with `skip_tokenizer_init`
         self._tasks = ("generate",) if self._manager.is_generation else ("embed",)
         page_size = self._resolved["page_size"]
         kv_blocks = engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"] // page_size

@@ -111,6 +111,7 @@ class TensorRtLlmEngine(ModelEngine):
         # A cancelled start continues in its thread; `stop` ends it.
         self._types, self._llm = await asyncio.shield(self._building)
         self._tasks = ("generate",)
+        self._tokenizer = self._llm.tokenizer
         self._context_tokens = self._llm.args.max_seq_len or await runtime.offload(context_tokens, settings.model)
         self._ranks = {rank: RankBuffer(rank, 1) for rank in spec.ranks}  # resized after the first prompt
         cache = arguments[CACHE]

@@ -106,6 +106,7 @@ class VllmEngine(ModelEngine):
         config = self.llm.vllm_config
         self._scheduling_policy = config.scheduler_config.policy
         self._context_tokens = config.model_config.max_model_len
+        self._tokenizer = None if config.model_config.skip_tokenizer_init else self.llm.get_tokenizer()
         self._is_traced = await self.llm.is_tracing_enabled()
         tasks = await self.llm.get_supported_tasks()
         self._tasks = tuple(task for task in ("generate", "embed") if task in tasks)
