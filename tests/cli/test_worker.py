@@ -366,7 +366,7 @@ async def test_a_server_with_another_tokenizer_ends_the_command_unless_allowed(
         raise LookupError
 
     monkeypatch.setattr(attached_module, "stored_card", reached)  # after the server was accepted
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "forebay")
     changed = Path(shutil.copytree(DEFAULT_MODEL, tmp_path / "changed"))
     prefix_space(changed / "tokenizer.json")
 

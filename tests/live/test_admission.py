@@ -494,7 +494,7 @@ async def test_a_worker_that_left_or_ended_while_no_router_ran_is_logged_without
     log: SqliteLog, polled: PolledAdmission, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After a clean restart nothing is lost, so a router must not alarm anybody."""
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "forebay")
     rest = others("idle", "busy", "also", "renamed")
     for draining, released in ((False, False), (True, False), (True, True)):
         await polled.poll(lease(draining=draining, released=released), *rest)

@@ -302,7 +302,7 @@ async def test_a_restarted_or_released_ingress_is_lost_at_once(polled: PolledIng
 async def test_an_ingress_that_released_its_lease_left_and_a_replaced_one_is_lost(
     log: SqliteLog, polled: PolledIngresses, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "forebay")
     await polled.poll(lease(), lease("i2"), lease("i3"), lease("i4"))
     await polled.poll(lease(released=True), lease("i2", token="t2"), lease("i3"), lease("i4", token="t4"))
     await PolledIngresses(log, applied_fleet(log), busy={"t4"}).poll(lease("i2", token="t3"), lease("i4", token="t5"))

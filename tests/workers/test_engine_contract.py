@@ -150,7 +150,7 @@ async def test_an_engine_with_another_tokenizer_does_not_start(
         for one in (vllm_standin.AsyncLLM, sglang_standin.TokenizerManager, tensorrt_llm_standin.LLM):
             monkeypatch.setattr(one, "tokenizer", tokenizer)
 
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "forebay")
     has(EngineTokenizer())
     equal = (("ab", False, (97, 98)), ("ab", True, (7, 97, 98)))
     async with started(tokenizer_probes=equal):
