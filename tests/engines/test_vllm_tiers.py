@@ -229,7 +229,8 @@ async def restarted(model: Path, tiers: TierSettings, wanted: list[list[int]], c
         answers = await ask_all(one, wanted)
         assert [answer.tokens for answer in answers] == tokens
         assert loaded(answers) == {"disk": len(wanted) * LOADABLE}
-        assert set().union(*map(one.blocks, wanted)) <= one.lower["disk"]
+        every = set().union(*map(one.blocks, wanted))
+        await one.until(lambda: every <= one.lower["disk"])
         await displace(one, 11)
         late = {f"{name:016x}" for name in unpack_u64(one.item(wanted[3]).sequence_hashes)[LOADABLE // BLOCK // 2 :]}
         break_files(path for path in tiers.disk.rglob("*.kv") if path.stem.rpartition("-")[2] in late)
