@@ -74,8 +74,8 @@ __all__ = ["GroupSettings", "Owner", "OwnershipLost"]
 
 RUN_US_MAX = 5_000  # bounds how long the records of one topic delay the records of the next topic
 RUN_SLICE = 16  # records between two readings of the clock
-# Bounds after which applied events are journalled without a decision, for readers of the journal. An
-# indexer answers no query while it applies the events of one record, at up to 20 µs per event.
+# Bounds after which applied events are journalled without a decision, for readers of the journal. An indexer answers no
+# query while it applies the events of one record, at up to 20 µs per event.
 QUIET_S = 1.0
 UNREAD_MAX = 1_000
 CAUGHT_UP_S = 60  # a reader that gets no record for this long, although the partition has more, is stuck
