@@ -122,7 +122,7 @@ VLLM = Adapter(
         "vllm.v1.kv_cache_interface": zmq_wire.MAIN_ATTENTION,
         "vllm.distributed.kv_events": ["GPU", "CPU", "STORAGE"],
     },
-    events=("vllm.distributed.kv_events", decoders("VLLM"), ["session_id"]),  # it does not identify a block
+    events=("vllm.distributed.kv_events", decoders("VLLM"), ["session_id", "lookahead_token_ids"]),  # see `zmq_wire`
 )  # fmt: skip
 
 SERVER_ARGS = "sglang.srt.arg_groups.fields.*:*"  # SGLang joins these classes to `ServerArgs`

@@ -174,6 +174,13 @@ def test_extra_keys_identify_adapters_salts_and_media() -> None:
     assert goes_on.cache_salt == "" and goes_on.mm_hashes == {0: [mm_hash("not a salt")]}
 
 
+def test_media_of_the_next_tokens_are_not_part_of_a_block() -> None:
+    keys = [[["clip", 31], ["next", 32]], [["next", 0]]]
+    ahead: dict[str, Any] = {"extra_keys": keys, "lookahead_token_ids": [[32], [64]], "session_id": "s"}
+    event = stored(vllm(vllm_stored([1, 2], range(64), **ahead)))
+    assert event.mm_hashes == {0: [mm_hash("clip")], 1: [mm_hash("next")]}
+
+
 def test_salt_may_equal_the_adapter_name() -> None:
     event = stored(vllm(vllm_stored([1], range(32), lora_id=2, lora_name="ada", extra_keys=[["ada", "ada"]])))
     assert (event.lora_name, event.cache_salt, dict(event.mm_hashes)) == ("ada", "ada", {})

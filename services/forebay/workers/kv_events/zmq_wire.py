@@ -184,7 +184,9 @@ def _extra(one: _Stored, *, starts: bool) -> tuple[str, dict[int, list[int]]]:
     """Return the cache salt of a sequence that starts here, and the media hashes of each block.
 
     The keys of a block are the adapter's name, pairs of a medium's name and offset, the salt (in the first block of a
-    sequence), and digests of prompt embeddings. Older releases have bare names of media instead of pairs.
+    sequence), and digests of prompt embeddings. Older releases have bare names of media instead of pairs. With
+    EAGLE and similar speculation, the hashes of vLLM 0.33 also cover the next tokens (`lookahead_token_ids`), and the
+    keys contain the media of these tokens, whose offset is behind the block.
     """
     salt = ""
     objects: dict[int, list[int]] = {}
@@ -204,6 +206,8 @@ def _extra(one: _Stored, *, starts: bool) -> tuple[str, dict[int, list[int]]]:
                     continue
                 case str() if starts and block == 0 and not salt and not (bare_media and _is_digest(key)):
                     salt = key
+                    continue
+                case [str(), int(offset)] if offset >= one.block_size:
                     continue
                 case str(name) | [str(name), *_] if name:
                     content = mm_hash(name)
