@@ -140,6 +140,37 @@ async def test_sglang_gets_the_trace_context_of_a_request(started: Start) -> Non
         assert "external_trace_header" not in manager().requested_with[-1]
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+async def test_a_seed_needs_deterministic_inference(started: Start, enabled: bool) -> None:
+    async with started(enable_deterministic_inference=enabled) as one:
+        answer = await one.ask(PROMPT, 2, temperature=0.5, seed=7)
+        if enabled:
+            assert manager().requested_with[-1]["sampling_params"]["sampling_seed"] == 7
+        else:
+            assert answer.error is not None and answer.error.status == 400
+            assert "enable_deterministic_inference" in answer.error.message
+        assert (await one.ask(PROMPT, 2, seed=7)).error is None  # greedy
+
+
+async def test_stop_tokens_do_not_apply_if_the_end_is_ignored(started: Start) -> None:
+    stop = answer_of(PROMPT, 3)[-1]
+    async with started() as one:
+        stopped = await one.ask(PROMPT, 9, stop_token_ids=(stop,), ignore_eos=False)
+        assert stopped.tokens == answer_of(PROMPT, 3)
+        assert stopped.finished is not None and stopped.finished.reason == "stop"
+        answer = await one.ask(PROMPT, 9, stop_token_ids=(stop,))
+        assert answer.error is not None and answer.error.status == 400
+        assert "SGLang ignores stop_token_ids" in answer.error.message
+
+
+async def test_a_token_id_beyond_the_vocabulary_does_not_reach_the_scheduler(started: Start) -> None:
+    async with started() as one:
+        answer = await one.ask([5, 512], 2)
+        assert answer.error is not None and answer.error.status == 400
+        assert answer.error.message == "token id 512 is not in the model's 512 token ids"
+        assert (await one.ask([5, 511], 2)).error is None
+
+
 async def test_prompts_are_embedded(started: Start) -> None:
     async with started(is_embedding=True) as one:
         assert one.spec.tasks == ("embed",)

@@ -31,7 +31,7 @@ SERVER_ARGS: dict[str, Any] = {  # with the defaults
     "incremental_streaming_output": False, "enable_metrics": False, "log_level": "error", "context_length": 128,
     "is_embedding": False, "disable_radix_cache": False, "enable_priority_scheduling": False,
     "schedule_low_priority_values_first": False, "enable_memory_saver": False, "enable_weights_cpu_backup": False,
-    "load_format": "auto", "dtype": "auto", "enable_dp_attention": False,
+    "load_format": "auto", "dtype": "auto", "enable_dp_attention": False, "enable_deterministic_inference": False,
 }  # fmt: skip
 SAMPLING_PARAMS = {
     "max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p",
@@ -78,6 +78,7 @@ class State:
     event: asyncio.Event = field(default_factory=asyncio.Event)
     vector: bool = False
     logprobs: int | None = None
+    stops: tuple[int, ...] = ()
     room: int | None = None
 
 
@@ -101,6 +102,7 @@ class ServerArgs:
 
 class TokenizerManager:
     tokenizer: Any = None
+    model_config = SimpleNamespace(vocab_size=512)
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
@@ -158,6 +160,8 @@ class TokenizerManager:
             cache = self.caches[requested.rank]
             first = name not in self.seen
             if first:
+                if max(requested.prompt) >= self.model_config.vocab_size:
+                    raise IndexError("index out of range in self")
                 self.seen.append(name)
                 requested.cached = cache.cached_tokens(requested)
                 self._publish(requested.rank, cache.store(requested, requested.prompt))
@@ -172,10 +176,11 @@ class TokenizerManager:
                 self._emit(name, state, {"output_ids": requested.generated[-1:]}, abort)
                 continue
             requested.generated.append(next_token([*requested.prompt, *requested.generated]))
-            done = len(requested.generated) >= requested.max_tokens
+            reason = "stop" if requested.generated[-1] in state.stops else "length"
+            done = reason == "stop" or len(requested.generated) >= requested.max_tokens
             if done:
                 self._publish(requested.rank, cache.store(requested, [*requested.prompt, *requested.generated[:-1]]))
-            self._emit(name, state, {"output_ids": requested.generated[-1:]}, {"type": "length"} if done else None)
+            self._emit(name, state, {"output_ids": requested.generated[-1:]}, {"type": reason} if done else None)
 
     def _meets(self, room: int | None) -> bool:
         """Return whether the other side of a request has connected; its prompt is computed only then."""
@@ -229,6 +234,7 @@ class TokenizerManager:
             requested.rank = obj.routed_dp_rank or 0
             state.room = obj.bootstrap_room
             state.logprobs = obj.top_logprobs_num if obj.return_logprob else None
+            state.stops = () if params["ignore_eos"] else tuple(params.get("stop_token_ids", ()))
         while self.is_pause:  # noqa: ASYNC110 - it is a stand-in
             await asyncio.sleep(0.001)
         self.rid_to_state[obj.rid] = state

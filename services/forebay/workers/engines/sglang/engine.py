@@ -213,6 +213,9 @@ class SglangEngine(ModelEngine):
         await self._awake.wait()
 
     async def _run_request(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:
+        if (highest := max(prompt, default=0)) >= (size := self._manager.model_config.vocab_size):
+            # SGLang's schedulers would die.
+            raise AttemptFailed(400, "invalid_request", f"token id {highest} is not in the model's {size} token ids")
         task = asyncio.current_task()
         assert task is not None
         self._submitted.add(task)
@@ -228,6 +231,8 @@ class SglangEngine(ModelEngine):
             if stage == "decode":
                 message += ": it computes no prompts, so its pool needs prefill workers for every request"
             raise AttemptFailed(501, "not_supported", message)
+        if (reason := sglang_requests.ignored(item.sampling, self._resolved)) is not None:
+            raise AttemptFailed(400, "unsupported_parameter", reason)
         super()._check_request(item, prompt_tokens)
 
     async def _prefill(self, item: WorkItem, prompt: list[int], rank: RankBuffer) -> None:

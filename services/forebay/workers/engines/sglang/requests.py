@@ -1,6 +1,7 @@
 """Convert work items to SGLang's arguments, and SGLang's results to events. This module does not import SGLang.
 
 Parameters are passed on unchanged. If SGLang does not support a parameter, it rejects the request with its own message.
+Requests with a parameter that it would ignore silently are rejected here.
 """
 
 import re
@@ -17,6 +18,18 @@ from forebay.workers.engines.vllm.requests import token_logprob
 ANY_OBJECT = '{"type": "object"}'
 
 _AS_IS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos")
+
+
+def ignored(sampling: Sampling, resolved: Mapping[str, Any]) -> str | None:
+    """Return which parameter SGLang with these arguments would ignore, and what to do; None if it ignores none."""
+    if sampling.seed is not None and sampling.temperature and not resolved["enable_deterministic_inference"]:
+        return (
+            "SGLang ignores the seed: send none or a temperature of 0, or start the engine with the argument"
+            " enable_deterministic_inference"
+        )
+    if sampling.stop_token_ids and sampling.ignore_eos:
+        return "SGLang ignores stop_token_ids if ignore_eos is true: send only one of the two"
+    return None
 
 
 def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
