@@ -122,6 +122,17 @@ def test_two_engine_hashes_may_be_one_block() -> None:
     assert blocks.apply(removed(9)) == [Removed(names([1, 2]), "device", (9,))]
 
 
+def test_offloaded_blocks_keep_the_salt_of_the_device() -> None:
+    """VLLM's events of offloaded blocks have neither the salt nor the images of the prompt."""
+    blocks, salted = resident(), names([1, 2, 3, 4], cache_namespace="tenant")
+    blocks.apply(stored([1, 2], [1, 2, 3, 4], cache_salt="tenant"))
+    assert blocks.apply(stored([1], [1, 2], tier="host")) == [Stored(None, salted[:1], "host", (1,))]
+    assert blocks.apply(stored([2], [3, 4], 1, tier="host")) == [Stored(salted[0], salted[1:], "host", (2,))]
+    blocks.apply(removed(1, 2))
+    assert blocks.held("host") == salted and not blocks.counts
+    assert blocks.apply(removed(1, tier="host")) == [Removed(salted[:1], "host", (1,))]
+
+
 def test_invalid_events_are_counted_and_ignored() -> None:
     blocks = resident()
     blocks.apply(stored([1], [1, 2]))

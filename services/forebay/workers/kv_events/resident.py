@@ -141,8 +141,10 @@ class ResidentBlocks:
         changes: list[Change] = []
         new: list[tuple[int, int]] = []  # (engine hash, canonical hash) of consecutive blocks
         new_parent = before
-        for engine_hash, canonical in zip(event.hashes, chain, strict=True):
-            if self._add(engine_hash, canonical, seed, event.tier):
+        for engine_hash, computed in zip(event.hashes, chain, strict=True):
+            is_new = self._add(engine_hash, computed, seed, event.tier)
+            canonical = self._blocks[engine_hash].canonical
+            if is_new:
                 new.append((engine_hash, canonical))
             elif new:
                 changes.append(_stored(new_parent, new, event.tier))
@@ -170,7 +172,7 @@ class ResidentBlocks:
         block = self._blocks.get(engine_hash)
         if block is None:
             block = self._blocks[engine_hash] = _Block(canonical, seed)
-        elif block.canonical != canonical:
+        elif block.canonical != canonical and tier == "device":  # vLLM's events of offloaded blocks have no salt
             self.counts["renamed"] += 1
         at = TIERS.index(tier)
         if block.copies[at] and not self._counts_copies:
