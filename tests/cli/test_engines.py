@@ -31,7 +31,7 @@ from forebay.workers.engines.adapters import ADAPTERS, ENGINES, Adapter
 from forebay.workers.engines.engine_process import EngineProcess
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.kv import KvSettings
-from forebay.workers.kv_tiers.settings import DISK_BYTES, STORE_BYTES, TierSettings
+from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.kv_transfer.own_address import address_towards, interface_of, own_address
 from tests.cli.fake_engine import FAKE
 from tests.cli.in_process import error_of, forebay
@@ -310,8 +310,8 @@ def settings(*tiers: str) -> TierSettings | None:
 
 def test_each_tier_has_a_size(tmp_path: Path) -> None:
     assert settings("host:size=4GB") == TierSettings(host_bytes=4 * 10**9)
-    assert settings(f"disk:path={tmp_path}") == TierSettings(disk=tmp_path, disk_bytes=DISK_BYTES)
-    assert settings(f"store:path={BUCKET}") == TierSettings(store=BUCKET, store_bytes=STORE_BYTES)
+    assert settings(f"disk:path={tmp_path}") == TierSettings(disk=tmp_path)
+    assert settings(f"store:path={BUCKET}") == TierSettings(store=BUCKET)
     every = settings(
         "host:size=500MB",
         f"disk:size=10GB,path={tmp_path},filter=off",
@@ -371,10 +371,10 @@ def test_errors_show_no_password(part: str) -> None:
 
 
 def test_engines_without_tiers_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ADAPTERS, "sglang", FAKE)
+    monkeypatch.setitem(ADAPTERS, "tensorrt-llm", FAKE)
     tiers = TierSettings(host_bytes=1 << 30)
-    with pytest.raises(ConfigError, match="KV tiers require --engine mock or vllm, got sglang"):
-        tiered(choose("sglang"), tiers)
+    with pytest.raises(ConfigError, match="KV tiers require --engine mock or vllm or sglang, got tensorrt-llm"):
+        tiered(choose("tensorrt-llm"), tiers)
     with pytest.raises(ConfigError, match="--role encode: an encode worker has no KV"):
         tiered(choose(role="encode"), tiers)
 

@@ -22,7 +22,8 @@ from forebay.workers.engines.tensorrt_llm import requests as trtllm_requests
 from forebay.workers.engines.vllm import core as vllm_core
 from forebay.workers.engines.vllm import requests as vllm_requests
 from forebay.workers.engines.vllm import transfer
-from forebay.workers.engines.vllm.tiers.configuration import TierConfig
+from forebay.workers.engines.vllm.offloading import offloading_connector
+from forebay.workers.engines.vllm.tiers.configuration import TierConfig, connector
 from forebay.workers.kv_events import tensorrt_llm_wire, zmq_wire
 from forebay.workers.kv_tiers.settings import TierSettings
 from tests.conformance.interface import Package, Recording
@@ -33,7 +34,14 @@ KINDS: Any = ("json_object", "json_schema", "regex", "choice", "grammar")
 FORMATS = [StructuredOutput(kind=kind, text='["a"]') for kind in KINDS]
 PLAIN = Sampling(max_tokens=1, seed=1, logprobs=1, top_k=1, min_tokens=1, stop_token_ids=(1,))
 SAMPLING = msgspec.structs.replace(PLAIN, logit_bias=(TokenBias(token_id=1, bias=1.0),))
-TIERS = TierConfig(TierSettings(host_bytes=1))
+GB = 10**9
+OWN_TIERS = connector(TierConfig(TierSettings(host_bytes=GB)))
+BUCKET = TierSettings(host_bytes=GB, disk=Path("d"), store="s3://bucket/prefix", store_endpoint="http://h:1")
+OFFLOADING = offloading_connector(BUCKET)
+OFFLOADING_KEYS = OFFLOADING["kv_connector_extra_config"]
+DIRECTORY, OBJECTS = [
+    {name: value for name, value in one.items() if name != "type"} for one in OFFLOADING_KEYS["secondary_tiers"]
+]
 
 
 def settings(role: Any) -> EngineSettings:
@@ -56,9 +64,10 @@ def decoders(engine: str) -> list[type[msgspec.Struct]]:
 VLLM_ARGUMENTS = [
     vllm_core.engine_arguments(settings(role), kv_events=True, sockets=Path("s"), tiers=tiers)
     for role in ("prefill", "decode", "aggregated")
-    for tiers in (None, TIERS)
+    for tiers in (None, OWN_TIERS, OFFLOADING)
 ]
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+TIERING = "vllm.v1.kv_offload.tiering"
 KV_TRANSFER = "vllm.config.kv_transfer:KVTransferConfig"
 PROTOCOL = "vllm.entrypoints.openai.engine.protocol"
 ASYNC_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
@@ -67,6 +76,7 @@ VLLM = Adapter(
     files=[*sorted((WORKERS / "engines/vllm").rglob("*.py")), WORKERS.parent / "ingress/parsers/selection.py"],
     receivers=by_expression({
         ASYNC_LLM: "self.llm | llm | self._llm",
+        "vllm.platforms.interface:Platform": "current_platform | vllm.platforms:current_platform",  # found at first use
         "vllm.v1.engine.utils:KVEventSource": "source",
         "vllm.outputs:RequestOutput": "_prefill:last | _generate:output",
         "vllm.outputs:CompletionOutput": "_generate:one | _prefill:last.outputs[0]",
@@ -108,6 +118,11 @@ VLLM = Adapter(
         ("vllm.inputs.engine:TokensInput", vllm_requests.prompt_of([1], "salt")),
         ("vllm.inputs.llm:TokensPrompt", ["prompt_token_ids", "multi_modal_data", "multi_modal_uuids", "cache_salt"]),
         ("vllm.v1.worker.gpu_worker:Worker.reload_weights", []),
+        # Arguments that vLLM's factory of tiers adds itself.
+        *((f"{TIERING}.{one}", [*own, "offloading_spec", "primary_kv_view", "tier_type"])
+          for one, own in (("fs.manager:FileSystemTierManager", DIRECTORY),
+                           ("obj.manager:ObjectStoreSecondaryTierManager", OBJECTS))),
+        (f"{TIERING}.obj.config:ObjStoreConfig", OBJECTS["store_config"]),
     ],
     strings={
         "vllm.envs": [
@@ -117,10 +132,17 @@ VLLM = Adapter(
         "vllm.v1.metrics.loggers": [*server.VLLM, "vllm:cache_config_info"],
         f"{V1}.nixl.*": [*transfer.TransferParams.__struct_fields__, *transfer.PREFILL, "kv_lease_duration"],
         "vllm.v1.engine.output_processor": ["remote_prefill_cached_tokens"],
-        "vllm.distributed.kv_transfer.kv_connector.factory": ["NixlConnector", "MultiConnector"],
+        "vllm.distributed.kv_transfer.kv_connector.factory": [
+            "NixlConnector", "MultiConnector", OFFLOADING["kv_connector"],
+        ],
         f"{V1}.multi_connector": ["connectors"],
         "vllm.v1.kv_cache_interface": zmq_wire.MAIN_ATTENTION,
         "vllm.distributed.kv_events": ["GPU", "CPU", "STORAGE"],
+        "vllm.v1.kv_offload.factory": ["spec_name", OFFLOADING_KEYS["spec_name"]],
+        "vllm.v1.kv_offload.cpu.spec": ["cpu_bytes_to_use"],
+        "vllm.v1.kv_offload.base": ["self_describing_kv_events", "LOCAL", "REMOTE"],
+        f"{TIERING}.spec": ["secondary_tiers"],
+        f"{TIERING}.factory": ["type", *(one["type"] for one in OFFLOADING_KEYS["secondary_tiers"])],
     },
     events=("vllm.distributed.kv_events", decoders("VLLM"), ["session_id", "lookahead_token_ids"]),  # see `zmq_wire`
 )  # fmt: skip
@@ -132,6 +154,7 @@ SGLANG_ENGINE, MANAGER = (
 )
 SGLANG_SAMPLING = "sglang.srt.sampling.sampling_params:SamplingParams"
 SOURCES = sglang_core.own_sources(1, Path("s"))
+HICACHE = TierSettings(host_bytes=GB, disk=Path("d"))
 SGLANG = Adapter(
     package="sglang",
     files=sorted((WORKERS / "engines/sglang").glob("*.py")),
@@ -149,7 +172,9 @@ SGLANG = Adapter(
     calls=("self._call", "self._manager"),
     keywords=[
         *((SERVER_ARGS, sglang_core.engine_arguments(settings(role), SOURCES)) for role in ("prefill", "decode")),
+        (SERVER_ARGS, sglang_core.hicache_arguments(settings("prefill"), HICACHE)),
         (SERVER_ARGS, [
+            "tp_size", "pp_size", "enable_dp_attention",
             "disable_radix_cache", "enable_memory_saver", "enable_weights_cpu_backup", "enable_priority_scheduling",
             "schedule_low_priority_values_first", "dist_init_addr",
         ]),
@@ -169,6 +194,9 @@ SGLANG = Adapter(
             "output_top_logprobs", "abort", "type", "status_code", "message",
         ],
         "sglang.srt.disaggregation.kv_events": ["GPU", "CPU_PINNED", "DISK", "EXTERNAL"],
+        "sglang.srt.arg_groups.fields.memory": ["file"],
+        "sglang.srt.mem_cache.hicache_storage": ["file_storage_path"],
+        "sglang.srt.mem_cache.storage.file.lru_file_evictor": ["max_size"],
     },
     events=("sglang.srt.disaggregation.kv_events", decoders("SGLANG"), []),
 )  # fmt: skip

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from forebay.workers.engines.tensorrt_llm.engine import TYPES
+from forebay.workers.kv_events.engine_events import MEDIA, SHARED_MEDIA
 from tests.certificates import original_environment
 from tests.conformance import adapters
 from tests.conformance.adapters import ASYNC_LLM, LLM, MANAGER, SGLANG_ENGINE
@@ -78,6 +79,16 @@ def check_none(name: str, found: list[str]) -> None:
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_an_adapter_uses_what_its_engine_has_and_reads_all_event_fields(name: str) -> None:
     check_none(name, differences(ADAPTERS[name], engine(name)))
+
+
+@pytest.mark.parametrize(
+    ("name", "media"),
+    [("vllm", "vllm.v1.kv_offload.base:Medium"), ("sglang", "sglang.srt.disaggregation.kv_events:StorageMedium")],
+)
+def test_every_medium_of_an_engine_is_a_tier_of_forebay(name: str, media: str) -> None:
+    known = engine(name).interface(media)
+    assert known and known.members
+    check_none(media, [f"unknown medium {one}" for one in known.members.keys() - MEDIA.keys() - SHARED_MEDIA])
 
 
 @pytest.mark.parametrize("name", ADAPTERS)

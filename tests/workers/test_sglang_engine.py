@@ -30,6 +30,7 @@ from forebay.workers.engines.sglang import engine as sglang_engine
 from forebay.workers.engines.sglang.core import bootstrap_host, engine_arguments, kv_sources
 from forebay.workers.engines.sglang.engine import CONNECTOR, Rendezvous, SglangEngine, new_room
 from forebay.workers.engines.sglang.requests import sampling_arguments
+from forebay.workers.kv_tiers.settings import TierSettings
 from tests.engines.driven import Driven
 from tests.workers.conftest import until
 from tests.workers.engine_setup import (
@@ -456,6 +457,37 @@ def test_settings_become_arguments_of_sglang(settings: EngineSettings) -> None:
         engine_arguments(replace(settings, block_size=None), None)
     with pytest.raises(EngineError, match="encode"):
         engine_arguments(replace(settings, role="encode"), None)
+
+
+def test_tiers_become_those_of_hicache(settings: EngineSettings) -> None:
+    tiers = TierSettings(host_bytes=8 * 10**9, disk=Path("/kv"), disk_bytes=10**12)
+    size = {"tp_size": 2, "pp_size": 2}
+    arguments = engine_arguments(replace(settings, tiers=tiers, arguments=size), None)
+    assert (arguments["enable_hierarchical_cache"], arguments["hicache_size"]) == (True, 2)
+    assert arguments["hicache_storage_backend"] == "file"
+    disk = '{"file_storage_path": "/kv", "max_size": 250000000000}'
+    assert arguments["hicache_storage_backend_extra_config"] == disk
+    attention = replace(settings, tiers=tiers, dp_size=2, arguments=size | {"enable_dp_attention": True})
+    assert engine_arguments(attention, None)["hicache_size"] == 4, "a rank has half of the processes"
+    alone = engine_arguments(replace(settings, tiers=TierSettings(host_bytes=10**9)), None)
+    assert alone["hicache_size"] == 1 and "hicache_storage_backend" not in alone
+
+
+@pytest.mark.parametrize(
+    ("tiers", "role", "key"),
+    [
+        (TierSettings(disk=Path("/kv")), "aggregated", "host:size is missing"),
+        (TierSettings(host_bytes=1_500_000_000), "aggregated", "host:size: .* a multiple of 1GB, got 1,500,000,000"),
+        (TierSettings(host_bytes=10**9, store="/mnt"), "aggregated", "store: "),
+        (TierSettings(host_bytes=10**9, filter=True), "aggregated", "filter=on"),
+        (TierSettings(host_bytes=10**9), "decode", "requires another role than decode"),
+    ],
+)
+def test_what_hicache_cannot_do_is_an_error_that_names_the_option(
+    settings: EngineSettings, tiers: TierSettings, role: Any, key: str
+) -> None:
+    with pytest.raises(EngineError, match=f"^--kv-tier {key}"):
+        engine_arguments(replace(settings, tiers=tiers, role=role), None)
 
 
 def test_kv_event_sources_come_from_the_arguments_of_sglang() -> None:

@@ -21,7 +21,7 @@ from forebay.kv_tiers.costs import CostModel
 from forebay.kv_tiers.manager import TierRun
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.core import engine_arguments
-from forebay.workers.engines.vllm.tiers.configuration import RequestHints, TierConfig, children, unsupported
+from forebay.workers.engines.vllm.tiers.configuration import RequestHints, TierConfig, children, connector, unsupported
 from forebay.workers.engines.vllm.tiers.rank import PromptNames, VllmRank
 from forebay.workers.kv_tiers.identity import BlockName, KeyChain, KvIdentity, media_by_block
 from forebay.workers.kv_tiers.metrics import TierCounters
@@ -136,9 +136,6 @@ class Memory:
 
     def __init__(self) -> None:
         self.content = [b"\0" * 16] * BLOCKS
-
-    def step_launched(self) -> None:
-        """Nothing computes at the same time."""
 
     def gather(self, block: int) -> memoryview:
         return memoryview(self.content[block])
@@ -361,7 +358,8 @@ def test_names_do_not_depend_on_how_tokens_arrive(step: int) -> None:
 def test_tiers_and_transfers_are_combined() -> None:
     def transfer(role: Any) -> Any:
         settings = EngineSettings(model=Path("/m"), model_name="m", role=role, tiers=TIERS)
-        arguments = engine_arguments(settings, kv_events=True, sockets=Path("/s"), tiers=TierConfig(TIERS, "w"))
+        own = connector(TierConfig(TIERS, "w"))
+        arguments = engine_arguments(settings, kv_events=True, sockets=Path("/s"), tiers=own)
         return arguments["kv_transfer_config"]
 
     alone = transfer("aggregated")
@@ -379,9 +377,9 @@ def test_tiers_and_transfers_are_combined() -> None:
 
 
 def test_unsupported_engines_are_refused_with_the_reason() -> None:
-    def reason(connector: str = "ForebayTiers", **parallel: Any) -> str:
+    def reason(name: str = "ForebayTiers", **parallel: Any) -> str:
         config = SimpleNamespace(
-            kv_transfer_config=SimpleNamespace(kv_connector=connector, kv_connector_extra_config={}),
+            kv_transfer_config=SimpleNamespace(kv_connector=name, kv_connector_extra_config={}),
             parallel_config=SimpleNamespace(
                 **{
                     "world_size": 1,

@@ -104,6 +104,19 @@ VLLM_BATCHES: list[tuple[int, list[dict[str, Any]]]] = [
     (319, [CLEARED, A_STORED]),
 ]
 
+# From the scheduler's side of vLLM's offloading, with the configuration of `tests/engines/test_vllm_offloading.py`.
+OFFLOADED_ONCE: dict[str, Any] = {
+    "type": "BlockStored", "block_hashes": [0x101010101010101], "parent_block_hash": 0,
+    "token_ids": [*range(116, 132)], "block_size": 16, "lora_id": None, "medium": "CPU", "lora_name": None,
+    "group_idx": 0, "kv_cache_spec_kind": "full_attention",
+}  # fmt: skip
+OFFLOADED: list[dict[str, Any]] = [
+    OFFLOADED_ONCE,
+    OFFLOADED_ONCE | {"medium": "STORAGE", "locality": "LOCAL"},
+    OFFLOADED_ONCE | {"medium": "STORAGE", "locality": "REMOTE"},
+    {"type": "BlockRemoved", "block_hashes": [0x101010101010101], "medium": "CPU", "group_idx": 0},
+]
+
 SGLANG_SAID = [235, 241, 264, 106, 295, 128, 415, 47]
 SGLANG_HASHES = [3783480490812179100, -5523102609743566000]
 SGLANG_SAID_HASH = -5501173548256900732

@@ -26,6 +26,7 @@ from forebay.workers.kv_events.zmq_wire import VllmDecoder, decode_sglang
 from tests.workers.kv_events.captured import (
     A_HASHES,
     LORA_HASHES,
+    OFFLOADED,
     PROMPT,
     SALTED_HASHES,
     SGLANG_BATCHES,
@@ -315,6 +316,14 @@ def test_events_of_shared_storage_are_used_if_it_has_a_name() -> None:
     hicache = payload([sglang_stored([1], PROMPT[:16], medium=medium) for medium in ("GPU", "CPU_PINNED", "EXTERNAL")])
     tiers = [event.tier for event in decode_sglang(hicache, has_store=True).events if isinstance(event, StoredBlocks)]
     assert tiers == ["device", "host", "store"]
+
+
+def test_recorded_events_of_vllms_tiers_name_host_disk_and_store() -> None:
+    """As vLLM 0.32.0 encoded them for one block in host memory, a directory, and a directory that workers share."""
+    batch = VllmDecoder(has_store=True)(payload(OFFLOADED))
+    assert [event.tier for event in batch.events if isinstance(event, StoredBlocks)] == ["host", "disk", "store"]
+    assert batch.events[3] == RemovedBlocks(hashes=(0x101010101010101,), tier="host") and not batch.skipped
+    assert VllmDecoder()(payload(OFFLOADED)).skipped == {"shared": 1}
 
 
 def test_events_that_do_not_describe_blocks_are_skipped() -> None:

@@ -46,17 +46,17 @@ class TierOptions:
         if not self.kv_tier:
             return None
         # Imported here, because --help does not wait for stores.
-        from forebay.workers.kv_tiers.settings import DISK_BYTES, STORE_BYTES, TierSettings  # noqa: PLC0415
+        from forebay.workers.kv_tiers.settings import TierSettings  # noqa: PLC0415
 
         tiers = parsed_tiers(self.kv_tier)
         disk, store = tiers.get("disk", {}), tiers.get("store", {})
         others = {name: value for tier in tiers.values() for name, value in tier.items() if name in VALUES}
         return TierSettings(
-            host_bytes=_bytes("host", tiers.get("host", {}), 0),
+            host_bytes=_bytes("host", tiers.get("host", {})) or 0,
             disk=Path(_directory("disk", disk["path"])) if disk else None,
-            disk_bytes=_bytes("disk", disk, DISK_BYTES),
+            disk_bytes=_bytes("disk", disk),
             store=_store(store["path"], store.get("endpoint", "")) if store else "",
-            store_bytes=_bytes("store", store, STORE_BYTES),
+            store_bytes=_bytes("store", store),
             store_endpoint=store.get("endpoint", ""),
             filter=None if "filter" not in others else others["filter"] == "on",
         )
@@ -94,8 +94,8 @@ def _values(text: str, keys: Sequence[str], rest: str) -> dict[str, str]:
     return values
 
 
-def _bytes(kind: str, tier: dict[str, str], default: int) -> int:
-    return size(f"--kv-tier {kind}:size", tier["size"], BYTES_MIN) if "size" in tier else default
+def _bytes(kind: str, tier: dict[str, str]) -> int | None:
+    return size(f"--kv-tier {kind}:size", tier["size"], BYTES_MIN) if "size" in tier else None
 
 
 def _directory(kind: str, text: str) -> str:

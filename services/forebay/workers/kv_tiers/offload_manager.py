@@ -25,7 +25,7 @@ from forebay.workers.kv_tiers.disk import DirectoryStore, NetworkDirectoryStore,
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
 from forebay.workers.kv_tiers.metrics import TierCounters
 from forebay.workers.kv_tiers.object_store import ObjectStore
-from forebay.workers.kv_tiers.settings import TierSettings
+from forebay.workers.kv_tiers.settings import DISK_BYTES, STORE_BYTES, TierSettings
 from forebay.workers.kv_tiers.transfers import (
     Blocks,
     HostMemory,
@@ -307,13 +307,13 @@ def open_store(
 
     Raises EngineError if that fails, PackageMissing if a package that the store needs is not installed.
     """
-    place, quota = settings.store, settings.store_bytes
+    place, quota = settings.store, settings.store_bytes or STORE_BYTES
     if tier == "store" and place.startswith("s3://"):
         return ObjectStore(place, identity, quota_bytes=quota, endpoint=settings.store_endpoint)
     root = Path(place)
     if tier == "disk":
         assert settings.disk is not None
-        root, quota = settings.disk, settings.disk_bytes
+        root, quota = settings.disk, settings.disk_bytes or DISK_BYTES
     owner = owner or f"process {os.getpid()} on {socket.gethostname()}"
     kind = NetworkDirectoryStore if may_hang(root) else DirectoryStore
     return kind(root, identity, quota_bytes=quota, shared=tier == "store", owner=owner)
@@ -325,7 +325,7 @@ def _tier_set(settings: TierSettings, identity: KvIdentity) -> TierSet:
     limits: dict[LowerTier, TierLimits] = {}
     sizes: tuple[tuple[LowerTier, bool, int, int], ...] = (
         ("host", settings.host_bytes > 0, settings.host_bytes, size),
-        ("disk", settings.disk is not None, settings.disk_bytes, file_bytes(size)),
+        ("disk", settings.disk is not None, settings.disk_bytes or DISK_BYTES, file_bytes(size)),
         ("store", bool(settings.store), KNOWN_MAX, 1),
     )
     for tier, configured, total, block in sizes:

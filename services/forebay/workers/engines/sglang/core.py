@@ -28,10 +28,12 @@ from forebay.workers.engines.free_ports import free_ports
 from forebay.workers.engines.model_engine import start_errors
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.kv_events.zmq_feed import KvSource
+from forebay.workers.kv_tiers.settings import DISK_BYTES, TierSettings, require_no_fault
 
 logger = logging.getLogger(__name__)
 
 KILLED_S = 10.0
+GB = 10**9
 DISAGGREGATION = ("prefill", "decode")
 PORT = "disaggregation_bootstrap_port"
 FOLLOWERS_RETURN = "SGLANG_BLOCK_NONZERO_RANK_CHILDREN"  # 0: `Engine` returns on nodes that are not the first
@@ -71,10 +73,35 @@ def engine_arguments(settings: EngineSettings, sources: Mapping[str, Any] | None
     if settings.role == "prefill":
         # SGLang's default is the same for all workers of a machine.
         arguments[PORT] = settings.arguments.get(PORT) or _free_ports(1)
+    if settings.tiers is not None:
+        arguments |= hicache_arguments(settings, settings.tiers)
     arguments |= settings.arguments
     if not arguments.get("incremental_streaming_output"):
         raise EngineError("the SGLang engine needs incremental_streaming_output: remove it from the engine arguments")
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def hicache_arguments(settings: EngineSettings, tiers: TierSettings) -> dict[str, Any]:
+    """Return SGLang's arguments for the KV tiers of a worker. Raises EngineError if HiCache does not support them.
+
+    The sizes of tiers are those of a worker rank. HiCache has a size per process, that of host memory in whole GB.
+    """
+    processes = settings.arguments.get("tp_size", 1) * settings.arguments.get("pp_size", 1)
+    if settings.arguments.get("enable_dp_attention"):
+        processes //= settings.dp_size
+    gigabytes, rest = divmod(tiers.host_bytes, processes * GB)
+    require_no_fault({
+        "requires another role than decode: SGLang's decode workers have no prefix cache": settings.role == "decode",
+        "host:size is missing: SGLang's HiCache copies KV to host memory first": not tiers.host_bytes,
+        f"host:size: SGLang's HiCache needs a multiple of {processes}GB, got {tiers.host_bytes:,} bytes": rest,
+        "store: SGLang's HiCache does not report the blocks of a store; use disk": tiers.store,
+        "filter=on: SGLang's HiCache has no filter of a disk; remove the key": tiers.filter,
+    })  # fmt: skip
+    arguments = {"enable_hierarchical_cache": True, "hicache_size": gigabytes}
+    if tiers.disk is not None:
+        disk = {"file_storage_path": str(tiers.disk), "max_size": (tiers.disk_bytes or DISK_BYTES) // processes}
+        arguments |= {"hicache_storage_backend": "file", "hicache_storage_backend_extra_config": json.dumps(disk)}
+    return arguments
 
 
 def own_sources(dp_size: int, sockets: Path) -> dict[str, Any]:

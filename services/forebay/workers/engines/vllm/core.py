@@ -19,7 +19,7 @@ from forebay.workers.engine import EngineError, PackageMissing, one_line
 from forebay.workers.engines.free_ports import free_ports, reserve_ports
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.extension import EXTENSION
-from forebay.workers.engines.vllm.tiers.configuration import TierConfig, connector, unsupported
+from forebay.workers.engines.vllm.tiers.configuration import CONNECTOR, unsupported
 from forebay.workers.engines.vllm.transfer import LEASE_S
 
 logger = logging.getLogger(__name__)
@@ -31,13 +31,20 @@ NIXL = ("nixl", "nixl_rocm")  # packages of vLLM's connector
 HOST, PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 
+def device_type() -> str:
+    """Return the type of device on which vLLM runs, such as `cpu` or `cuda`."""
+    from vllm.platforms import current_platform  # noqa: PLC0415 - takes seconds to import
+
+    return str(current_platform.device_type)
+
+
 def engine_arguments(
-    settings: EngineSettings, *, kv_events: bool, sockets: Path, tiers: TierConfig | None = None
+    settings: EngineSettings, *, kv_events: bool, sockets: Path, tiers: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's `AsyncEngineArgs`, of which `settings.arguments` override all others.
 
-    Nested configurations are dictionaries. KV events contain prompts, so their sockets are in the private directory
-    `sockets`. vLLM supports several ranks only with TCP.
+    Nested configurations are dictionaries; `tiers` is that of the connector for KV tiers. KV events contain prompts, so
+    their sockets are in the private directory `sockets`. vLLM supports several ranks only with TCP.
     """
     arguments: dict[str, Any] = {
         "model": str(settings.model),
@@ -65,15 +72,16 @@ def engine_arguments(
     # A failed fetch must be reported and counted. A prefill engine fetches nothing, but it may load from tiers.
     policy = "fail" if tiers is None or settings.role == "decode" else "recompute"
     if tiers is not None:
-        connectors.append(connector(tiers) | {"kv_load_failure_policy": policy})
+        connectors.append({**tiers, "kv_load_failure_policy": policy})
     if settings.role in KV_ROLES:
-        connectors.append(
-            {
-                "kv_connector": "NixlConnector",
-                "kv_role": KV_ROLES[settings.role],
-                "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
-            }
-        )
+        nixl = {
+            "kv_connector": "NixlConnector",
+            "kv_role": KV_ROLES[settings.role],
+            "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
+        }
+        # vLLM's offloading may have only a part of a prompt that a decode worker can fetch as a whole.
+        has_own = tiers is None or tiers["kv_connector"] == CONNECTOR
+        connectors = [*connectors, nixl] if has_own else [nixl, *connectors]
     if connectors:
         combined = _transfer_config(settings, connectors)
         arguments["kv_transfer_config"] = combined | {"kv_load_failure_policy": policy}

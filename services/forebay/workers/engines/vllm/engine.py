@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,10 +33,11 @@ from forebay.workers.engines.kv_descriptor import Unfetchable
 from forebay.workers.engines.loras import LoraAdapter
 from forebay.workers.engines.model_engine import DROPS_WEIGHTS, REASONS, GeneratedResponse, ModelEngine
 from forebay.workers.engines.settings import EngineSettings
-from forebay.workers.engines.vllm.core import VllmCore, engine_arguments, require_nixl, side_channel
+from forebay.workers.engines.vllm.core import VllmCore, device_type, engine_arguments, require_nixl, side_channel
 from forebay.workers.engines.vllm.media import engine_prompt
+from forebay.workers.engines.vllm.offloading import offloading_connector, offloads_itself, store_name
 from forebay.workers.engines.vllm.requests import engine_priority, prompt_of, token_logprobs
-from forebay.workers.engines.vllm.tiers.configuration import CONNECTOR, RequestHints, TierConfig
+from forebay.workers.engines.vllm.tiers.configuration import CONNECTOR, RequestHints, TierConfig, connector
 from forebay.workers.engines.vllm.tiers.rank import TierReport
 from forebay.workers.engines.vllm.transfer import PREFILL, PREFILL_SAMPLING, KvTransfers
 from forebay.workers.kv_events.resident import ResidentBlocks
@@ -43,6 +45,7 @@ from forebay.workers.kv_events.zmq_feed import KvFeed, KvSource
 from forebay.workers.kv_events.zmq_wire import VllmDecoder
 from forebay.workers.kv_tiers.identity import default_cache, weights_digest
 from forebay.workers.kv_tiers.metrics import TierCounters, tier_metrics
+from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.runtime.rank_buffer import RankBuffer
 
 if TYPE_CHECKING:
@@ -77,6 +80,7 @@ class VllmEngine(ModelEngine):
         self._transfers = KvTransfers(settings.model_name, self._kept)
         self._layout: KvLayout | None = None
         self._store_name = settings.kv_store_name
+        self._has_own_tiers = False  # forebay's connector keeps KV in the tiers
         self._tier_counters: defaultdict[int, TierCounters] = defaultdict(TierCounters)
         self._onboarded: dict[str, tuple[OnboardedTokens, ...]] = {}  # by request, until its first token
 
@@ -84,14 +88,7 @@ class VllmEngine(ModelEngine):
         settings = self._settings
         require_nixl(settings)
         sockets = self._make_sockets()
-        tiers = None
-        if settings.tiers is not None:
-            if "kv_transfer_config" in settings.arguments:
-                raise EngineError("KV tiers cannot be combined with kv_transfer_config in --engine-args")
-            # Otherwise, on a CPU, vLLM's scheduler and worker run in different processes, and cannot share the tiers.
-            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-            weights = await runtime.offload(weights_digest, settings.model, default_cache())
-            tiers = TierConfig(settings.tiers, weights, settings.dp_start_rank, spec.worker_id, sockets / TIER_ERROR)
+        tiers = None if settings.tiers is None else await self._tier_connector(settings.tiers, spec, sockets)
         arguments = engine_arguments(settings, kv_events=spec.kv_events, sockets=sockets, tiers=tiers)
         environment = side_channel(settings)
         try:
@@ -104,6 +101,11 @@ class VllmEngine(ModelEngine):
             raise
         self._calls = import_module("forebay.workers.engines.vllm.calls")
         config = self.llm.vllm_config
+        if settings.tiers is not None and settings.tiers.store:
+            if self._has_own_tiers:
+                self._store_name = (await self.llm.collective_rpc("forebay_store_name"))[0]
+            else:
+                self._store_name = store_name(settings.tiers.store, config)
         self._scheduling_policy = config.scheduler_config.policy
         self._context_tokens = config.model_config.max_model_len
         self._tokenizer = None if config.model_config.skip_tokenizer_init else self.llm.get_tokenizer()
@@ -121,14 +123,24 @@ class VllmEngine(ModelEngine):
                 spec.ranks[index]: KvFeed(
                     spec.ranks[index],
                     KvSource(source.endpoint, source.replay_endpoint, source.topic),
-                    VllmDecoder(has_store=bool(settings.kv_store_name)),
+                    VllmDecoder(has_store=bool(self._store_name)),
                     ResidentBlocks(config.cache_config.block_size, counts_copies=True),
                 )
                 for index, source in self.llm.get_kv_event_sources().items()
             }
         self._layout = await self._transfers.start(self.llm, spec.worker_id)
-        if settings.tiers is not None and settings.tiers.store:
-            self._store_name = (await self.llm.collective_rpc("forebay_store_name"))[0]
+
+    async def _tier_connector(self, tiers: TierSettings, spec: WorkerSpec, sockets: Path) -> dict[str, Any]:
+        settings = self._settings
+        if "kv_transfer_config" in settings.arguments:
+            raise EngineError("KV tiers cannot be combined with kv_transfer_config in --engine-args")
+        if offloads_itself(await runtime.offload(device_type)):
+            return offloading_connector(tiers)
+        self._has_own_tiers = True
+        # Otherwise, on a CPU, vLLM's scheduler and worker run in different processes, and cannot share the tiers.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        weights = await runtime.offload(weights_digest, settings.model, default_cache())
+        return connector(TierConfig(tiers, weights, settings.dp_start_rank, spec.worker_id, sockets / TIER_ERROR))
 
     async def _sized(self, spec: WorkerSpec) -> WorkerSpec:
         config = self.llm.vllm_config
@@ -203,16 +215,16 @@ class VllmEngine(ModelEngine):
             super()._idle()
 
     async def command(self, command: Command) -> tuple[str, ...]:
-        """Execute a command, and return the names of the loaded adapters. `clear_kv_blocks` also clears the tiers.
+        """Execute a command, and return the names of the loaded adapters. `clear_kv_blocks` also clears own tiers.
 
         Raises EngineRefused if vLLM does not support the command, or cannot execute it now.
         """
-        if command.action == "clear_kv_blocks" and self._settings.tiers is not None:
+        if command.action == "clear_kv_blocks" and self._has_own_tiers:
             await self._call("collective_rpc", "forebay_clear_tiers")
         return await super().command(command)
 
     def collectors(self) -> Sequence[Collector]:
-        if self._settings.tiers is None:
+        if not self._has_own_tiers:
             return super().collectors()
         tiers = {rank: partial(self._tier_counters.__getitem__, rank) for rank in self._ranks}
         return (*super().collectors(), tier_metrics(self._worker_id, tiers))
@@ -293,7 +305,7 @@ class VllmEngine(ModelEngine):
         rank.prefilled(item, prefilled, last.num_cached_tokens or 0, onboarded)
 
     def _hints(self, item: WorkItem) -> RequestHints | None:
-        if self._settings.tiers is None:
+        if not self._has_own_tiers:
             return None
         return RequestHints(item.request_id, item.store_blocks, item.kv_pin_s)
 

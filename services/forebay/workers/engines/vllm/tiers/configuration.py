@@ -85,8 +85,8 @@ def unsupported(vllm_config: Any) -> str:
     parallel = vllm_config.parallel_config
     if parallel.world_size != 1:
         return (
-            f"KV tiers need tensor_parallel_size 1 and pipeline_parallel_size 1, got {parallel.tensor_parallel_size}"
-            f" and {parallel.pipeline_parallel_size}: start one worker per device instead"
+            "KV tiers on a CPU need tensor_parallel_size 1 and pipeline_parallel_size 1, got"
+            f" {parallel.tensor_parallel_size} and {parallel.pipeline_parallel_size}: start several workers instead"
         )
     if parallel.distributed_executor_backend != "uni":
         return (

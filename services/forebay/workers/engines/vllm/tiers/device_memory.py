@@ -15,7 +15,7 @@ class DeviceMemory:
     """Copies blocks out of the KV cache and into it. Thread-safe for different blocks.
 
     `layout`, for `KvIdentity.layout`, does not depend on the number of blocks. Raises ValueError if a tensor has
-    another layout, or is on a device that this class does not support.
+    another layout, or is not in the memory of the CPU.
     """
 
     def __init__(self, layers: Mapping[str, torch.Tensor], blocks: int) -> None:
@@ -23,54 +23,32 @@ class DeviceMemory:
         shapes: list[str] = []
         seen: set[int] = set()
         for name, tensor in layers.items():
-            if tensor.device.type not in ("cpu", "cuda"):
-                raise ValueError(f"KV tiers support the devices cpu and cuda, not {tensor.device.type}")
+            if tensor.device.type != "cpu":
+                raise ValueError(f"forebay's KV tiers need a CPU, got {tensor.device.type}: use OffloadingConnector")
             if tensor.data_ptr() not in seen:  # layers may share their KV
                 seen.add(tensor.data_ptr())
                 rows, shape = block_rows(name, tensor, blocks)
                 self._rows += rows
                 shapes.append(shape)
-        self._cuda = bool(self._rows) and self._rows[0].device.type == "cuda"
-        self._computed: torch.cuda.Event | None = None
         sizes = [rows.shape[1] for rows in self._rows]
         self.block_bytes = sum(sizes)
         self.layout = ",".join(shapes)
         self._parts = [slice(sum(sizes[:at]), sum(sizes[: at + 1])) for at in range(len(sizes))]
 
-    def step_launched(self) -> None:
-        """Make later calls of `gather` wait for the computations that the engine has launched so far."""
-        if self._cuda:
-            self._computed = torch.cuda.Event()
-            self._computed.record()
-
     def gather(self, block: int) -> memoryview:
-        payload = torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=self._cuda)
-        self._copy([(payload[part], rows[block]) for rows, part in self._layers()], self._computed)
+        payload = torch.empty(self.block_bytes, dtype=torch.uint8)
+        for rows, part in self._layers():
+            payload[part].copy_(rows[block])
         return memoryview(payload.numpy())
 
     def scatter(self, block: int, payload: memoryview) -> None:
         """Write a payload into a block. When this method returns, the engine may read the block."""
         source = torch.frombuffer(payload, dtype=torch.uint8)
-        self._copy([(rows[block], source[part]) for rows, part in self._layers()])
+        for rows, part in self._layers():
+            rows[block].copy_(source[part])
 
     def _layers(self) -> Iterator[tuple[torch.Tensor, slice]]:
         return zip(self._rows, self._parts, strict=True)
-
-    def _copy(
-        self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], computed: "torch.cuda.Event | None" = None
-    ) -> None:
-        """Copy each second tensor to the first one, on a GPU in a stream of its own after the event `computed`."""
-        if not self._cuda:
-            for to, source in copies:
-                to.copy_(source)
-            return
-        stream = torch.cuda.Stream(self._rows[0].device)
-        if computed is not None:
-            stream.wait_event(computed)
-        with torch.cuda.stream(stream):
-            for to, source in copies:
-                to.copy_(source, non_blocking=True)
-        stream.synchronize()
 
 
 def block_rows(name: str, tensor: torch.Tensor, blocks: int) -> tuple[Sequence[torch.Tensor], str]:

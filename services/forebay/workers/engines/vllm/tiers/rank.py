@@ -291,7 +291,6 @@ class VllmRank:
 
     def step_launched(self) -> None:
         """Offer the blocks of the step that the worker has launched. Called once per step, also for empty steps."""
-        self._memory.step_launched()
         if not self._steps:
             return
         for offer in self._steps[-1].offers:
