@@ -118,7 +118,6 @@ VLLM = Adapter(
         ("vllm.inputs.engine:TokensInput", vllm_requests.prompt_of([1], "salt")),
         ("vllm.inputs.llm:TokensPrompt", ["prompt_token_ids", "multi_modal_data", "multi_modal_uuids", "cache_salt"]),
         ("vllm.v1.worker.gpu_worker:Worker.reload_weights", []),
-        # Arguments that vLLM's factory of tiers adds itself.
         *((f"{TIERING}.{one}", [*own, "offloading_spec", "primary_kv_view", "tier_type"])
           for one, own in (("fs.manager:FileSystemTierManager", DIRECTORY),
                            ("obj.manager:ObjectStoreSecondaryTierManager", OBJECTS))),

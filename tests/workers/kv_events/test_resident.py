@@ -128,7 +128,6 @@ def test_offloaded_blocks_keep_the_salt_of_the_device() -> None:
     blocks.apply(stored([1, 2], [1, 2, 3, 4], cache_salt="tenant"))
     assert blocks.apply(stored([1], [1, 2], tier="host")) == [Stored(None, salted[:1], "host", (1,))]
     assert blocks.apply(stored([2], [3, 4], 1, tier="host")) == [Stored(salted[0], salted[1:], "host", (2,))]
-    blocks.apply(removed(1, 2))
     assert blocks.held("host") == salted and not blocks.counts
     assert blocks.apply(removed(1, tier="host")) == [Removed(salted[:1], "host", (1,))]
 
