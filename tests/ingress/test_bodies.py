@@ -565,6 +565,7 @@ async def test_a_prompt_beyond_the_context_is_rejected_before_it_is_hashed(
     scene.model.context_tokens = 8
     reply = await scene.client.post(path, json={"model": NAME, field: [1] * 9})
     assert error(reply) == (400, "context_length_exceeded")
+    assert reply.json()["error"]["param"] == field
 
 
 @pytest.mark.parametrize("body", [chat(model="x" * 100_000), chat(**{"x" * 100_000: 1})])

@@ -116,7 +116,6 @@ async def test_each_chunk_of_a_stream_can_have_the_token_counts(scene: Scene, pa
     options = {"include_usage": True, "continuous_usage_stats": True}
     pending = scene.start(path, {"model": NAME, **prompt, "stream": True, "stream_options": options})
     request = await scene.next_request()
-    assert request.sampling.max_tokens == 256, "the default"
     at = scene.emit_text(request.request_id, " one two")
     at = scene.emit_text(request.request_id, " three", first=at)
     scene.end(request.request_id, reason="stop", output=at)

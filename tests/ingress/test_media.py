@@ -344,7 +344,7 @@ UNKNOWN = "images are not supported, because their tokens depend on"
         (media_model.LISTED, {"image_seq_length": True}, 501, UNKNOWN),
         (media_model.LISTED, {"image_seq_length": 0}, 501, UNKNOWN),
         (media_model.LISTED, {"image_seq_length": 1 << 20}, 501, UNKNOWN),
-        (media_model.LISTED, {"image_seq_length": 4_090}, 400, "exceed the context of 4096 tokens"),
+        (media_model.LISTED, {"image_seq_length": 4_096}, 400, "the context of 4096 has no room"),
         (SILENT, {}, 400, "the chat template omitted 1 of 1 images and videos"),
     ],
 )

@@ -384,7 +384,7 @@ class Refused(NamedTuple):
         ),
         Refused({"messages": [*HELLO, {"role": "assistant", "content": ""}]}, "the last message has", "invalid_value"),
         Refused({"model": "x"}, "'x'", "model_not_found"),
-        Refused({"max_tokens": 1 << 20}, "max_tokens 1048576 exceed", "context_length_exceeded"),
+        Refused({"max_tokens": 1 << 20}, "max_tokens 1048576 exceeds the context", "context_length_exceeded"),
     ],
     ids=lambda case: json.dumps(case.fields)[:60],
 )

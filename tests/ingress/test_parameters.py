@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,7 +29,7 @@ from forebay.events.requests import (
 from forebay.events.tokens import TokenLogprob, TopLogprob
 from forebay.events.topics import REQUESTS
 from forebay.ingress.errors import ApiError
-from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.ingress.model import DEFAULT_MODEL, InvalidModel, Model
 from forebay.ingress.openai.fields import parse
 from forebay.ingress.openai.nvext import ROUTING_HEADERS, Nvext, routing_headers, routing_of
 from forebay.ingress.openai.requests import TextBody
@@ -77,6 +79,52 @@ async def test_every_parameter_reaches_the_engine(scene: Scene) -> None:
         ignore_eos=True,
         logprobs=3,
     )
+
+
+def model_with(folder: Path, **generation: Any) -> Model:
+    shutil.copytree(DEFAULT_MODEL, folder / "m")
+    (folder / "m/generation_config.json").write_text(json.dumps(generation))
+    return Model(folder / "m")
+
+
+async def test_missing_parameters_have_the_defaults_of_the_model(tmp_path: Path) -> None:
+    defaults: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1}
+    defaults["repetition_penalty"] = 1.05
+    model = model_with(tmp_path, **defaults, max_new_tokens=300, do_sample=True, eos_token_id=None)
+    async with make_scene(model) as scene:
+        unset = {"temperature": None, "max_tokens": None}
+        assert await sampled(scene, **unset) == Sampling(max_tokens=300, **defaults)
+        own = {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "max_tokens": 400}
+        assert await sampled(scene, **own) == Sampling(max_tokens=400, temperature=0.0)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 9, 40])
+async def test_a_response_has_at_most_what_the_prompt_leaves_of_the_context(
+    tmp_path: Path, max_tokens: int | None
+) -> None:
+    async with make_scene(model_with(tmp_path, max_new_tokens=None)) as scene:
+        scene.model.context_tokens = 40
+        pending = scene.start(TEXT, {"model": NAME, "prompt": [1] * 32, "max_tokens": max_tokens})
+        request = await scene.next_request()
+        assert request.sampling.max_tokens == 8
+        scene.refuse(request.request_id, 418, "teapot")
+        await pending
+        response = await scene.client.post(TEXT, json={"model": NAME, "prompt": [1] * 40, "max_tokens": max_tokens})
+        assert error(response) == (400, "context_length_exceeded")
+
+
+async def test_a_text_completion_has_sixteen_tokens_by_default(scene: Scene) -> None:
+    pending = scene.start(TEXT, {"model": NAME, "prompt": "Hello"})
+    request = await scene.next_request()
+    assert request.sampling.max_tokens == 16
+    scene.refuse(request.request_id, 418, "teapot")
+    await pending
+
+
+@pytest.mark.parametrize("given", [{"temperature": -1}, {"top_p": "high"}, {"max_new_tokens": 0}])
+def test_invalid_defaults_of_a_model_are_rejected_by_name(tmp_path: Path, given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidModel, match=rf"generation_config.json: .*{next(iter(given))}"):
+        model_with(tmp_path, **given)
 
 
 async def test_defaults_are_not_encoded(scene: Scene) -> None:

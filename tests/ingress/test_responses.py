@@ -340,7 +340,7 @@ async def test_errors_of_preparation_have_the_names_of_the_body(scene: Scene) ->
     given = {"model": NAME, "input": "Hello", "max_output_tokens": 1_000_000}
     error = (await scene.client.post(RESPONSES, json=given)).json()["error"]
     assert error["param"] == "max_output_tokens"
-    assert "max_output_tokens 1000000 exceed" in error["message"]
+    assert "max_output_tokens 1000000 exceeds" in error["message"]
     given = {"model": NAME, "input": [{"role": "user", "content": [IMAGE]}]}
     error = (await scene.client.post(RESPONSES, json=given)).json()["error"]
     assert (error["param"], error["code"]) == ("input[0].content[0].image_url", "unsupported_parameter")

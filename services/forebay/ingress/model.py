@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from tokenizers import Tokenizer
@@ -47,6 +47,7 @@ CONTEXT_TOKENS_MAX = 1 << 31  # transformers writes 10 ** 30 for an unknown leng
 # Names of the part of a config.json that describes the language model, which may have such a part, too.
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder", "generator")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+GENERATION_FILE = "generation_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 PROCESSOR_TEMPLATE_FILE = "chat_template.json"
 NAMED_TEMPLATE_FILES = {name: f"additional_chat_templates/{name}.jinja" for name in ("default", "tool_use")}
@@ -60,6 +61,17 @@ class InvalidModel(ConfigError):
     """The model directory cannot be used. The message is one line: what is wrong and what is needed."""
 
 
+class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling parameters of requests that do not set them, from generation_config.json; vLLM reads the same fields."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: int = 0
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
 class Model:
     """Tokenizer, chat template and configuration of one model directory.
 
@@ -67,6 +79,7 @@ class Model:
         card: what the model card says about the model, without the files.
         context_tokens: maximum number of tokens of a prompt and its response together.
         vocabulary_size: number of token ids, including added tokens.
+        generation: defaults of sampling parameters.
         dimensions: lengths to which embeddings may be truncated; None if truncation is not allowed, empty for any.
     """
 
@@ -92,7 +105,13 @@ class Model:
         self.token_bytes = TokenBytes(self.tokenizer)
         self._words = word_tokens(self.tokenizer)
         self._texts = TokenTexts(self.tokenizer) if isinstance(self.tokenizer.decoder, ByteLevel) else None
-        self.end_ids = _end_ids(directory, config, self.tokenizer, special.get("eos_token", ""))
+        generation = read_json(directory / GENERATION_FILE)
+        try:
+            given = {name: value for name, value in generation.items() if value is not None}
+            self.generation = msgspec.convert(given, GenerationConfig)
+        except msgspec.ValidationError as error:
+            raise InvalidModel(f"{directory / GENERATION_FILE}: {error}") from error
+        self.end_ids = _end_ids(generation, config, self.tokenizer, special.get("eos_token", ""))
         self.dimensions = _dimensions(config)
         self.media = media_tokens_of(config, self.tokenizer.id_to_token)
         sources = _template_sources(directory, tokenizer_config)
@@ -297,9 +316,11 @@ def _special_tokens(config: Mapping[str, Any], mapped: Mapping[str, Any]) -> dic
     return {name: text for name, text in {**own, **found}.items() if text is not None}
 
 
-def _end_ids(directory: Path, config: Mapping[str, Any], tokenizer: Tokenizer, end: str) -> frozenset[int]:
+def _end_ids(
+    generation: Mapping[str, Any], config: Mapping[str, Any], tokenizer: Tokenizer, end: str
+) -> frozenset[int]:
     found = {tokenizer.token_to_id(end)} if end else set()
-    for named in (read_json(directory / "generation_config.json"), *_text_configs(config)):
+    for named in (generation, *_text_configs(config)):
         given = named.get("eos_token_id")
         found |= set(given if isinstance(given, list) else [given])
     return frozenset(one for one in found if isinstance(one, int) and not isinstance(one, bool))

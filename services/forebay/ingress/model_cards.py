@@ -10,6 +10,7 @@ from forebay import runtime
 from forebay.events.models import ModelCard, ModelFile
 from forebay.events.names import printable
 from forebay.ingress.model import (
+    GENERATION_FILE,
     NAMED_TEMPLATE_FILES,
     PROCESSOR_TEMPLATE_FILE,
     TEMPLATE_FILE,
@@ -25,7 +26,7 @@ TOKENIZER_FILES = (
     TEMPLATE_FILE,
     PROCESSOR_TEMPLATE_FILE,
     "config.json",
-    "generation_config.json",
+    GENERATION_FILE,
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer_config.json",

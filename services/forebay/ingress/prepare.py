@@ -268,7 +268,7 @@ class Preparer:
         if self.model.media.ids:
             expanded = self.model.media.expand(prompt.token_ids, refs, fetched)
         max_tokens = self._output_tokens_max(body, len(expanded.token_ids))
-        sampling = sampling_of(body, max_tokens, self.model.vocabulary_size)
+        sampling = sampling_of(body, max_tokens, self.model)
         return self._prepared(body, expanded, sampling, target, "prompt")
 
     def choices(self, body: ChatBody | TextBody, prepared: PreparedRequest) -> list[PreparedRequest]:
@@ -334,14 +334,20 @@ class Preparer:
         return self._prepared(body, ExpandedPrompt(token_ids), EMBEDDING, target, "input", task="embed")
 
     def _output_tokens_max(self, body: CompletionBody, prompt_tokens: int) -> int:
-        """Return the maximum number of output tokens. Raises ApiError if they do not fit into the context."""
-        context, max_tokens = self.model.context_tokens, body.tokens_max
-        if max_tokens is None:
-            max_tokens = max(1, min(self.settings.max_tokens_default, context - prompt_tokens))
-        if prompt_tokens + max_tokens > context:
-            text = f"{prompt_tokens} prompt tokens and max_tokens {max_tokens} exceed the context of {context} tokens"
+        """Return the maximum number of output tokens, at most what the prompt leaves of the context, as in vLLM.
+
+        Raises ApiError if the prompt leaves nothing, or the request wants more than the whole context.
+        """
+        context = self.model.context_tokens
+        left = context - prompt_tokens
+        if left < 1:
+            text = f"the prompt has {prompt_tokens} tokens, so the context of {context} has no room for a response"
+            where = "messages" if isinstance(body, ChatBody) else "prompt"
+            raise invalid(f"{text}; shorten the prompt", where, "context_length_exceeded")
+        if (wanted := body.tokens_max or 0) > context:
+            text = f"max_tokens {wanted} exceeds the context of {context} tokens; request fewer tokens"
             raise invalid(text, "max_tokens", "context_length_exceeded")
-        return max_tokens
+        return min(wanted or self.model.generation.max_new_tokens or left, left)
 
     def _prepared(
         self,

@@ -25,7 +25,6 @@ class IngressSettings:
         body_bytes_max: maximum bytes of a request body without its images and videos; larger bodies get 413.
         media_body_bytes_max: maximum bytes of a whole request body, if the model accepts images or videos.
         timeout_s: maximum seconds for a whole request.
-        max_tokens_default: maximum output tokens of a request that sets no limit.
         routing_hints: whether clients may set routing hints: worker, priority, session or policy class. If false, the
             ingress ignores and counts such headers, and rejects bodies with such fields.
         ignore_unknown_fields: whether unknown fields of request bodies have no effect. If false, they are rejected.
@@ -50,7 +49,6 @@ class IngressSettings:
     body_bytes_max: int = TEXT_BYTES_MAX
     media_body_bytes_max: int = MEDIA_BYTES_MAX
     timeout_s: float = 600.0
-    max_tokens_default: int = 256
     routing_hints: bool = False
     ignore_unknown_fields: bool = False
     loras: tuple[str, ...] = ()

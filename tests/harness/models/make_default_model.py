@@ -100,6 +100,7 @@ def files() -> dict[str, bytes]:
     compact = json.loads(tokenizer().to_str())
     return {
         "config.json": _json(config, indent=2),
+        "generation_config.json": _json({"max_new_tokens": 256}, indent=2),  # a mock engine does not end by itself
         "tokenizer_config.json": _json(tokenizer_config, indent=2),
         "tokenizer.json": _json(compact, indent=None),
     }

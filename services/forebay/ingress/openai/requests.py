@@ -333,6 +333,7 @@ class TextBody(CompletionBody):
         | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=PROMPTS_MAX)]
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=PROMPTS_MAX)]
     )
+    max_tokens: Annotated[int, Field(ge=1)] | None = 16  # OpenAI's default
     add_special_tokens: bool | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None

@@ -11,6 +11,7 @@ from pydantic import Field, JsonValue
 
 from forebay.events.requests import Sampling, StructuredOutput, TokenBias
 from forebay.ingress.errors import ApiError, invalid
+from forebay.ingress.model import Model
 from forebay.ingress.openai.fields import FINITE, CheckedBody, Neutral, at_most
 
 SEED_MAX = (1 << 63) - 1
@@ -103,29 +104,30 @@ class SamplingFields(CheckedBody):
         return None
 
 
-def sampling_of(body: SamplingFields, max_tokens: int, vocabulary_size: int) -> Sampling:
-    """Return the sampling parameters of a request, with defaults for missing parameters.
+def sampling_of(body: SamplingFields, max_tokens: int, model: Model) -> Sampling:
+    """Return the sampling parameters of a request, with the defaults of the model for missing parameters.
 
     Raises ApiError (400) for an unknown token id, contradictory parameters, or an invalid or too large structure.
     """
     if (body.min_tokens or 0) > max_tokens:
         raise invalid(f"min_tokens is {body.min_tokens}, which exceeds max_tokens {max_tokens}", "min_tokens")
     stop_token_ids = tuple(body.stop_token_ids or ())
-    _require_known("stop_token_ids", stop_token_ids, vocabulary_size)
+    _require_known("stop_token_ids", stop_token_ids, model.vocabulary_size)
+    default = model.generation
     return Sampling(
         max_tokens=max_tokens,
-        temperature=_or_default(body.temperature, 1.0),
-        top_p=_or_default(body.top_p, 1.0),
+        temperature=_or_default(body.temperature, default.temperature),
+        top_p=_or_default(body.top_p, default.top_p),
         seed=body.seed,
         presence_penalty=_or_default(body.presence_penalty, 0.0),
         frequency_penalty=_or_default(body.frequency_penalty, 0.0),
-        logit_bias=_biases(body, vocabulary_size),
+        logit_bias=_biases(body, model.vocabulary_size),
         logprobs=body.logprobs_wanted,
         structured=_structured(body),
         ignore_eos=bool(body.ignore_eos),
-        top_k=max(0, body.top_k or 0),  # 0 disables it, as vLLM's -1 does
-        min_p=_or_default(body.min_p, 0.0),
-        repetition_penalty=_or_default(body.repetition_penalty, 1.0),
+        top_k=max(0, default.top_k if body.top_k is None else body.top_k),  # 0 disables it, as vLLM's -1 does
+        min_p=_or_default(body.min_p, default.min_p),
+        repetition_penalty=_or_default(body.repetition_penalty, default.repetition_penalty),
         min_tokens=body.min_tokens or 0,
         stop_token_ids=stop_token_ids,
     )
