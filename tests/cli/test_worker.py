@@ -42,6 +42,7 @@ from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
 from forebay.workers.engine import EngineError
+from forebay.workers.engines import tokenizer_check
 from forebay.workers.engines.attached.engine import AttachedEngine
 from forebay.workers.engines.attached.server import ServerInfo
 from forebay.workers.runtime.life_cycle import State
@@ -366,7 +367,7 @@ async def test_a_server_with_another_tokenizer_ends_the_command_unless_allowed(
         raise LookupError
 
     monkeypatch.setattr(attached_module, "stored_card", reached)  # after the server was accepted
-    caplog.set_level("INFO", "forebay")
+    caplog.set_level("INFO", tokenizer_check.__name__)
     changed = Path(shutil.copytree(DEFAULT_MODEL, tmp_path / "changed"))
     prefix_space(changed / "tokenizer.json")
 

@@ -1,11 +1,13 @@
 """Two `vllm serve` behind a real Envoy: a picker selects the server of each request, and Envoy sends it there.
 
-No ingress runs. The tests share one system and run in order: the first ones need empty caches, and the last ones kill
-a server.
+The tests share one system and run in order: the first ones need empty caches, and the last ones kill a server. An
+ingress runs only in a measurement: FOREBAY_TRACE_ROWS=500 compares the reuse of a trace through both.
 """
 
 import asyncio
 import json
+import os
+import random
 from collections.abc import AsyncIterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,16 +38,22 @@ from tests.engines.serving import (
     VllmServer,
 )
 from tests.harness.cluster import Cluster
+from tests.harness.demo_kafka import SEED as TRACE_SEED
+from tests.harness.demo_kafka import write_trace
 from tests.harness.envoy import PICKER, envoy_binary, start_gateway
 from tests.harness.local import free_ports
 from tests.integration.conftest import RUN, available_or_skipped
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TOKENS = 12
-LONG = 700  # tokens of a response that outlasts what is done to its client or its server
+LONG = 1_500  # tokens of a response that outlasts what is done to its client or its server
 STREAMS = 8
 SERVERS = 2
-KV_BLOCKS = 512  # so that nothing is evicted
+KV_BLOCKS = 32_768  # so that nothing is evicted
+TRACE_ROWS = int(os.environ.get("FOREBAY_TRACE_ROWS", "0"))
+TRACE_BLOCK, TRACE_BLOCKS = 512, 3  # tokens of a block of the trace, and blocks of a prompt at most
+TRACE_CONTEXT, TRACE_TOKENS, CLIENTS = 2048, 8, 4
+REUSE_DIFFERENCE = 0.02
 SHARED = [f"{start} " + "the quick brown fox jumps over the lazy dog. " * 20 for start in ("hello", "def")]
 QUESTIONS = "tell me a story", "what is a cache of blocks?", "return x"
 STREAM: dict[str, Any] = {"stream": True}
@@ -127,12 +135,14 @@ class System:
                     reply.events.append(json.loads(await response.aread()))
                     reply.is_complete = True
                     return reply
-                async for line in response.aiter_lines():
-                    data = line.removeprefix("data: ")
-                    if data == "[DONE]":
-                        reply.is_complete = True
-                    elif data:
-                        reply.events.append(json.loads(data))
+                rest = b""
+                async for part in response.aiter_bytes():  # `aiter_lines` also ends lines at characters of the text
+                    *lines, rest = (rest + part).split(b"\n")
+                    for data in (one[6:] for one in lines if one.startswith(b"data: ")):
+                        if data == b"[DONE]":
+                            reply.is_complete = True
+                        else:
+                            reply.events.append(json.loads(data))
         except httpx.TransportError:
             reply.is_complete = False
         return reply
@@ -219,7 +229,8 @@ async def system(
     servers = [VllmServer((MODEL,), first + at * SERVER_PORTS) for at in range(SERVERS)]
     named = {server.url.removeprefix("http://").replace(":", "-"): server for server in servers}
     async with Cluster(kafka, redis_url, f"{RUN}-vllm-gateway", folder) as cluster:
-        options = ("--enable-prompt-tokens-details", "--num-gpu-blocks-override", str(KV_BLOCKS))
+        options = ["--enable-prompt-tokens-details", "--num-gpu-blocks-override", str(KV_BLOCKS)]
+        options += ["--max-model-len", str(TRACE_CONTEXT)]
         for name, server in named.items():
             cluster.processes.start(name, server.command(model, *options))
         cluster.router("r1")
@@ -292,6 +303,56 @@ async def test_requests_of_many_clients_at_once_all_end(system: System) -> None:
         assert ended.output_tokens == TOKENS
         direct = await system.send(name, *one, system.servers[ended.worker_id].url)
         assert answer.text == direct.text, name
+
+
+def conversations(folder: Path, salt: int) -> list[list[list[int]]]:
+    """Return the shortened prompts of the synthetic trace by conversation. Another `salt` gives other token ids."""
+    write_trace(folder / "trace.jsonl", TRACE_SEED)
+    found: dict[int, list[list[int]]] = {}
+    for line in (folder / "trace.jsonl").read_text().splitlines()[:TRACE_ROWS]:
+        row = json.loads(line)
+        tokens: list[int] = []
+        for block in row["hash_ids"][:TRACE_BLOCKS]:
+            tokens += random.Random(f"{salt} {block}").choices(range(10, 360), k=TRACE_BLOCK)
+        found.setdefault(row["hash_ids"][0], []).append(tokens[: row["input_length"]])
+    return list(found.values())
+
+
+async def reuse(system: System, run: str, waiting: list[list[list[int]]], url: str) -> float:
+    """Hold the conversations, a few at once; return the share of the prompt tokens that vLLM had in its caches."""
+    cached = total = 0
+
+    async def client() -> None:
+        nonlocal cached, total
+        while waiting:
+            for prompt in waiting.pop(0):
+                name = f"{run}-{total}"
+                total += len(prompt)
+                body = {"prompt": prompt, "max_tokens": TRACE_TOKENS, **WITH_USAGE}
+                answer = await system.send(name, TEXT, body, url)
+                assert (answer.status, answer.is_complete) == (httpx.codes.OK, True), answer.error
+                assert answer.usages[-1]["prompt_tokens"] == len(prompt)
+                cached += answer.cached_tokens
+
+    await asyncio.gather(*(client() for _ in range(CLIENTS)))
+    return cached / total
+
+
+@pytest.mark.timeout(1_200)
+@pytest.mark.skipif(not TRACE_ROWS, reason="a measurement of minutes; FOREBAY_TRACE_ROWS=500 runs it")
+async def test_a_trace_reuses_as_much_through_envoy_as_through_the_ingress(system: System, tmp_path: Path) -> None:
+    ingress = system.cluster.ingress("i1")
+    await system.cluster.until_serving(SERVERS, MODEL)
+    own = await reuse(system, "own", conversations(tmp_path, 1), ingress)
+    gateway = await reuse(system, "trace", conversations(tmp_path, 2), system.url)
+    print(f"{TRACE_ROWS} requests: reuse {gateway:.3f} through Envoy, {own:.3f} through the ingress")
+    assert abs(own - gateway) <= REUSE_DIFFERENCE
+    assert own > 0
+    names = [one.request_id for one in await system.cluster.events(REQUESTS, RequestSubmitted, MODEL)]
+    traced = [one for one in map(client_id_of, names) if one.startswith("trace-")]
+    assert len(traced) == TRACE_ROWS
+    for name in traced[::20]:
+        assert (await system.explain(name)).state == "finished"
 
 
 async def test_a_client_that_disconnects_ends_in_the_books(system: System) -> None:

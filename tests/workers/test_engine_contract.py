@@ -26,6 +26,7 @@ from forebay.events.control import Command
 from forebay.events.tokens import TopLogprob
 from forebay.events.transfer import Prefilled
 from forebay.workers.engine import Engine, EngineError, EngineRefused
+from forebay.workers.engines import tokenizer_check
 from forebay.workers.engines.attached import completions as attached
 from forebay.workers.engines.attached.server import UpstreamServer
 from forebay.workers.engines.kv_descriptor import Unfetchable, decoded
@@ -150,7 +151,7 @@ async def test_an_engine_with_another_tokenizer_does_not_start(
         for one in (vllm_standin.AsyncLLM, sglang_standin.TokenizerManager, tensorrt_llm_standin.LLM):
             monkeypatch.setattr(one, "tokenizer", tokenizer)
 
-    caplog.set_level(logging.INFO, "forebay")
+    caplog.set_level(logging.INFO, tokenizer_check.__name__)
     has(EngineTokenizer())
     equal = (("ab", False, (97, 98)), ("ab", True, (7, 97, 98)))
     async with started(tokenizer_probes=equal):
