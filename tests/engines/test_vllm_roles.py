@@ -7,8 +7,9 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import random
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,13 +20,14 @@ import pytest
 import pytest_asyncio
 
 from forebay.engine_model.model import EngineLoad
-from forebay.events.control import Role
+from forebay.events.control import Command, Role
 from forebay.events.transfer import KvLayout, Prefilled
+from forebay.events.work import WorkItem
 from forebay.workers.engine import KvEngine
 from forebay.workers.engines import model_engine
 from forebay.workers.engines.vllm.engine import VllmEngine
 from forebay.workers.engines.vllm.transfer import CONNECTOR, UNREAD_S
-from tests.engines.driven import Answer, Driven, driven
+from tests.engines.driven import DEADLINE_S, Answer, Driven, driven
 from tests.engines.oracle import GREEDY, Transformers
 from tests.engines.vllm_settings import ARGUMENTS, BLOCK, KV_BLOCKS, SPEC, settings
 from tests.harness.local import free_ports
@@ -38,6 +40,9 @@ pytestmark = [
 
 LEASE_S = 8  # of which vLLM reads in the first three seconds
 BLOCK_BYTES = 2 * 2 * BLOCK * 32 * 4  # layers, keys and values, tokens, a head's width, float32
+ABORTS = 200  # at random moments
+LANES = 3  # requests at a time
+TICKS_MAX = 3_000  # of the event loop before an abort; a request takes about half of them
 LORA = "tiny-lora"
 TRANSFER = {
     "kv_connector": "NixlConnector",
@@ -78,6 +83,39 @@ class Pair:
         prompt, generated = GREEDY[1]
         assert (await self.decode.ask(prompt, len(generated))).tokens == generated
         await self.decode.until(lambda: load(self.decode).kv_blocks_used == 0)
+
+    async def prompt_of_namespace(self, prompt: list[int], expected: list[int], namespace: str) -> None:
+        """Check the response to a prompt, which is prefilled again as long as its KV could not be fetched."""
+        while not (answer := await self.both(prompt, len(expected), cache_namespace=namespace)).tokens:
+            assert answer.not_fetched, answer
+        assert answer.tokens == expected
+
+    async def frees_everything(self) -> None:
+        """Check that both engines drop all blocks of their caches, which works only if none is in use."""
+        for one in (self.prefill, self.decode):
+            assert isinstance(one.engine, VllmEngine)
+            await one.engine.command(Command(action="clear_kv_blocks"))
+
+
+async def ended(item: WorkItem) -> None:
+    """Wait for the end of a request, also of a cancelled one, which reports none."""
+    tasks = [task for task in asyncio.all_tasks() if task.get_name() == f"vLLM {item.request_id}"]
+    async with asyncio.timeout(DEADLINE_S):
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def stopped(one: Driven) -> Iterator[int]:
+    """Stop the core of an engine, so that it neither steps nor serves reads."""
+    assert isinstance(one.engine, VllmEngine)
+    (core,) = one.engine.core.processes()
+    assert core.pid is not None
+    os.kill(core.pid, signal.SIGSTOP)
+    try:
+        yield core.pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(core.pid, signal.SIGCONT)
 
 
 def holds(one: Driven, prompt: list[int]) -> bool:
@@ -256,20 +294,128 @@ async def test_reset_waits_for_readers(pair: Pair) -> None:
     assert (await pair.decoded(prompt, after.prefilled)).finished is not None
 
 
+def prompt_of(number: int, oracle: Transformers) -> tuple[list[int], list[int]]:
+    prompt = [(47 + number) * at % 250 + 10 for at in range(3 * BLOCK + 5)]
+    return prompt, oracle.greedy(prompt, 4)
+
+
+@pytest.mark.parametrize("step", ["submitted", "queued", "reading", "hung", "read", "decoding"])
+async def test_abort_of_a_decode_at_each_step(
+    step: str, pair: Pair, oracle: Transformers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, expected = prompt_of(0, oracle)
+    engine = pair.decode.engine
+    assert isinstance(engine, VllmEngine)
+    if step in ("hung", "read"):  # the abort does not wait for the first token
+        monkeypatch.setattr(VllmEngine, "ABORT_WITHIN_S", 0.0)
+    before = [pair.decode.submit(pair.decode.item([60 + at], 900)) for at in range(2 if step == "queued" else 0)]
+    await pair.decode.until(lambda: all(one.tokens for one in before))
+    prefilled = await pair.prefilled(prompt, cache_namespace=step)
+    item = pair.decode.item(prompt, 400, stage="decode", prefilled=prefilled, cache_namespace=step)
+    with contextlib.ExitStack() as stack:
+        if step in ("reading", "hung", "read"):
+            stack.enter_context(stopped(pair.prefill))
+        answer = pair.decode.submit(item)
+        match step:
+            case "queued":
+                await pair.decode.until(lambda: load(pair.decode).waiting == 1)
+            case "reading" | "hung" | "read":
+                await pair.decode.until(lambda: load(pair.decode).kv_blocks_used > 0)
+            case "decoding":
+                await pair.decode.until(lambda: answer.tokens)
+        if step == "read":  # the read ends while the engine makes no step
+            await engine.command(Command(action="pause"))
+            stack.close()
+        engine.cancel(item.request_id)
+        if step in ("hung", "read"):
+            await ended(item)
+    for one in before:
+        engine.cancel(one.item.request_id)
+    await ended(item)
+    await engine.command(Command(action="resume"))
+    await pair.prompt_of_namespace(prompt, expected, step)
+    await pair.frees_everything()
+    assert not answer.over and (step == "decoding" or not answer.tokens)
+
+
+@pytest.mark.parametrize("step", ["queued", "computing", "kept", "reading"])
+async def test_abort_of_a_prefill_at_each_step(step: str, pair: Pair, oracle: Transformers) -> None:
+    prompt, expected = prompt_of(1, oracle)
+    before = [pair.prefill.submit(pair.prefill.item([70 + at], 900)) for at in range(2 if step == "queued" else 0)]
+    await pair.prefill.until(lambda: all(one.tokens for one in before))
+    item = pair.prefill.item(prompt, stage="prefill", cache_namespace=step)
+    answer = pair.prefill.submit(item)
+    if step == "queued":
+        await pair.prefill.until(lambda: load(pair.prefill).waiting == 1)
+    elif step != "computing":
+        await pair.prefill.until(lambda: answer.over)
+    if step == "reading":
+        with stopped(pair.prefill):
+            options: dict[str, Any] = {"prefilled": answer.prefilled, "cache_namespace": step}
+            reading = pair.decode.submit(pair.decode.item(prompt, 4, stage="decode", **options))
+            await pair.decode.until(lambda: load(pair.decode).kv_blocks_used > 0)
+            pair.prefill.engine.cancel(item.request_id)
+        await pair.decode.until(lambda: reading.over)
+        assert reading.tokens == expected
+    pair.prefill.engine.cancel(item.request_id)
+    for one in before:
+        pair.prefill.engine.cancel(one.item.request_id)
+    await ended(item)
+    await pair.prompt_of_namespace(prompt, expected, step)
+    await pair.frees_everything()
+
+
+async def test_aborts_at_random_moments(pair: Pair, oracle: Transformers) -> None:
+    rng, remaining = random.Random(42), iter(range(ABORTS))
+    prompts = [prompt_of(number, oracle) for number in range(4)]
+    loop, slowest_s = asyncio.get_running_loop(), 0.0
+    assert isinstance(pair.prefill.engine, KvEngine)
+    release = pair.prefill.engine.release
+
+    async def lane() -> None:
+        nonlocal slowest_s
+        for number in remaining:
+            (prompt, expected), options = rng.choice(prompts), dict[str, Any](cache_namespace=f"n{number}")
+            one, item = pair.prefill, pair.prefill.item(prompt, stage="prefill", **options)
+            answer, prefill = one.submit(item), item.request_id
+            if rng.random() < 0.75:
+                await one.until(partial(getattr, answer, "over"))
+                one, prefilled = pair.decode, answer.prefilled
+                item = one.item(prompt, 4, stage="decode", prefilled=prefilled, **options)
+                one.submit(item)
+            for _ in range(rng.randrange(TICKS_MAX)):
+                await asyncio.sleep(0)
+            cancelled_s = loop.time()
+            one.engine.cancel(item.request_id)
+            release(prefill)
+            await ended(item)
+            slowest_s = max(slowest_s, loop.time() - cancelled_s)
+            # Blocks of the cancelled request may be in the caches. They must have the right content.
+            await pair.prompt_of_namespace(prompt, expected, f"n{number}")
+
+    async with asyncio.TaskGroup() as lanes:
+        for _ in range(LANES):
+            lanes.create_task(lane())
+    await pair.frees_everything()
+    assert slowest_s < VllmEngine.ABORT_WITHIN_S
+
+
 async def test_a_prefill_worker_that_dies_during_a_transfer_and_another_one(
     pair: Pair, model: Path, lora: Path, oracle: Transformers
 ) -> None:
-    assert isinstance(pair.prefill.engine, VllmEngine)
-    (core,) = pair.prefill.engine.core.processes()
-    assert core.pid is not None
-    prompts = [[(43 + more) * at % 250 + 10 for at in range(9 * BLOCK)] for more in range(2)]
+    prompts = [[(43 + more) * at % 250 + 10 for at in range(9 * BLOCK)] for more in range(3)]
     kept = [await pair.prefilled(prompt) for prompt in prompts]
-    os.kill(core.pid, signal.SIGSTOP)  # it serves no reads
-    reading = pair.decode.submit(pair.decode.item(prompts[0], stage="decode", prefilled=kept[0]))
-    await pair.decode.until(lambda: load(pair.decode).kv_blocks_used > 0)
-    assert not reading.over
-    os.kill(core.pid, signal.SIGKILL)
+    with stopped(pair.prefill) as core:
+        reading, cancelled = (
+            pair.decode.submit(pair.decode.item(prompts[at], stage="decode", prefilled=kept[at])) for at in (0, 2)
+        )
+        await pair.decode.until(lambda: load(pair.decode).kv_blocks_used >= 2 * 9)
+        pair.decode.engine.cancel(cancelled.item.request_id)
+        assert not reading.over
+        os.kill(core, signal.SIGKILL)
     await pair.decode.until(lambda: reading.over)
+    await ended(cancelled.item)
+    assert not (cancelled.over or cancelled.tokens)
     later = await pair.decoded(prompts[1], kept[1])
     assert (reading.tokens, later.tokens) == ([], [])
     for answer in (reading, later):

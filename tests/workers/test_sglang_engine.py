@@ -598,6 +598,34 @@ async def test_aborted_decode_request_was_not_fetched_unless_it_is_invalid(
     assert refused.error is not None and refused.error.status == 400
 
 
+async def test_decode_is_aborted_after_its_kv_has_arrived(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, engine = pair.decode_backend, pair.decode.engine
+    for refused in (False, True):
+        backend.step.clear()
+        item = pair.decode.item(PROMPT, 6, stage="decode", prefilled=await pair.prefilled(PROMPT))
+        if refused:
+            backend.abort_before[item.request_id] = {"type": "abort", "status_code": 400, "message": "wrong"}
+        answer = pair.decode.submit(item)
+        await until(lambda: backend.rid_to_state)
+        engine.cancel(item.request_id)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert backend.rid_to_state
+        backend.step.set()
+        await until(lambda: not backend.rid_to_state)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not answer.over and not answer.tokens
+        assert [name for name, *_ in backend.calls].count("abort") == 1, "the refused one had ended"
+    backend.deaf = True
+    monkeypatch.setattr(SglangEngine, "ABORT_WITHIN_S", 0.0)
+    hung = pair.decode.item(PROMPT, 6, stage="decode", prefilled=await pair.prefilled(PROMPT))
+    pair.decode.submit(hung)
+    await until(lambda: backend.rid_to_state)
+    engine.cancel(hung.request_id)
+    await until(lambda: not backend.rid_to_state)
+
+
 async def test_other_stages_are_refused(pair: Pair) -> None:
     others: tuple[tuple[Driven, Stage], ...] = (
         (pair.prefill, "aggregated"),

@@ -282,16 +282,25 @@ async def test_response_after_the_lease_is_discarded(llm: Llm, monkeypatch: pyte
             await llm.cleared.wait()  # what came late may be in the cache
 
 
-async def test_response_may_outlast_the_lease_after_its_first_token(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
-    leases: list[asyncio.Timeout] = []
+@pytest.fixture
+def leases(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Timeout]:
+    """The timeouts of the requests with the KV `kept()`."""
+    found: list[asyncio.Timeout] = []
     limited = asyncio.timeout
 
     def timeout(delay_s: float | None) -> asyncio.Timeout:
         limit = limited(delay_s)
         if delay_s == kept().lease_us / 1e6 + vllm_transfer.UNREAD_S:
-            leases.append(limit)
+            found.append(limit)
         return limit
 
+    monkeypatch.setattr(asyncio, "timeout", timeout)
+    return found
+
+
+async def test_response_may_outlast_the_lease_after_its_first_token(
+    llm: Llm, leases: list[asyncio.Timeout], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def generate(*_: Any, **__: Any) -> AsyncIterator[Any]:
         assert [lease.when() is None for lease in leases] == [False]
         yield output([5], None)
@@ -300,8 +309,125 @@ async def test_response_may_outlast_the_lease_after_its_first_token(llm: Llm, mo
 
     async with running(llm, monkeypatch) as one:
         monkeypatch.setattr(llm, "generate", generate)
-        monkeypatch.setattr(asyncio, "timeout", timeout)
         assert (await run(one, "decode", kept())).tokens == [5, 6]
+
+
+class Fetch:
+    """A generation of vLLM that emits or raises `result` once `arrived` is set, and then waits until it is aborted."""
+
+    def __init__(self, llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.arrived, self.aborted = asyncio.Event(), asyncio.Event()
+        self.started = 0
+        self.result: Any = output([5], None)
+        monkeypatch.setattr(llm, "generate", self.generate)
+        monkeypatch.setattr(VllmEngine, "ABORT_WITHIN_S", 3600.0)
+
+    async def generate(self, _prompt: Any, _params: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:
+        if request_id == CANARY_ID:
+            yield output([5], "length")
+            return
+        self.started += 1
+        try:
+            await self.arrived.wait()
+            if isinstance(self.result, Exception):
+                raise self.result
+            yield self.result
+            await asyncio.Event().wait()
+        finally:
+            self.aborted.set()
+
+    async def submitted(self, one: Driven, stage: Stage = "decode") -> Answer:
+        before = self.started
+        answer = one.submit(one.item(range(PROMPT), 9, stage=stage, prefilled=kept()))
+        await until(lambda: self.started > before)
+        return answer
+
+
+@pytest.fixture
+def fetch(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> Fetch:
+    return Fetch(llm, monkeypatch)
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_cancelled_request_is_aborted_after_its_kv_has_arrived(fetch: Fetch, one: Driven, llm: Llm) -> None:
+    answer = await fetch.submitted(one)
+    for _ in range(2):
+        one.engine.cancel(answer.item.request_id)
+    await settle()
+    assert not fetch.aborted.is_set()
+    one.engine.submit(msgspec.structs.replace(answer.item, attempt=2))  # does not wait for the cancelled attempt
+    await until(lambda: fetch.started == 2)
+    fetch.arrived.set()
+    await until(lambda: fetch.aborted.is_set() and answer.tokens)
+    assert answer.chunks == 1 and {first.attempt for batch in one.batches for first in batch.first_tokens} == {2}
+    fetch.aborted.clear()
+    one.engine.cancel(answer.item.request_id)  # after its first token
+    await settle()
+    assert fetch.aborted.is_set() and not answer.over and not llm.cleared.is_set()
+
+
+async def test_request_without_a_transfer_is_aborted_at_once(fetch: Fetch, one: Driven) -> None:
+    answer = await fetch.submitted(one, "aggregated")
+    one.engine.cancel(answer.item.request_id)
+    await settle()
+    assert fetch.aborted.is_set()
+
+
+@pytest.mark.parametrize("ends", ["lease", "limit"])
+async def test_abort_does_not_wait_for_kv_that_never_arrives(
+    ends: str, llm: Llm, fetch: Fetch, leases: list[asyncio.Timeout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ends == "limit":
+        monkeypatch.setattr(VllmEngine, "ABORT_WITHIN_S", 0.0)
+    async with running(llm, monkeypatch) as one:
+        answer = await fetch.submitted(one)
+        one.engine.cancel(answer.item.request_id)
+        if ends == "lease":
+            leases[0].reschedule(0.0)
+        await until(fetch.aborted.is_set)
+        await settle()
+        assert not answer.over
+        # What was read after the end of the lease may be in the cache.
+        assert llm.cleared.is_set() == (ends == "lease")
+
+
+async def test_cancelled_request_reports_no_failure(fetch: Fetch, one: Driven, llm: Llm) -> None:
+    for result in (output([], "error"), VLLMError("wrong"), AttemptFailed(400, "invalid_request", "wrong")):
+        fetch.arrived.clear()
+        fetch.aborted.clear()
+        fetch.result = result
+        answer = await fetch.submitted(one)
+        one.engine.cancel(answer.item.request_id)
+        fetch.arrived.set()
+        await until(fetch.aborted.is_set)
+        await settle()
+        assert not answer.over
+    fetch.arrived.clear()
+    fetch.result = sys.modules["forebay.workers.engines.vllm.calls"].EngineDeadError()
+    one.engine.cancel((await fetch.submitted(one)).item.request_id)
+    fetch.arrived.set()
+    await until(lambda: one.ended)
+    assert isinstance(one.ended, EngineError)
+
+
+async def test_reset_clears_the_cache_after_kv_has_arrived(fetch: Fetch, one: Driven, llm: Llm) -> None:
+    answer = await fetch.submitted(one)
+    one.engine.reset()
+    await settle()
+    assert not (fetch.aborted.is_set() or llm.cleared.is_set())
+    fetch.arrived.set()
+    await until(llm.cleared.is_set)
+    assert fetch.aborted.is_set() and not (answer.over or answer.tokens)
+
+
+async def test_stop_does_not_wait_for_kv(llm: Llm, fetch: Fetch, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(llm, monkeypatch) as one:
+        one.engine.cancel((await fetch.submitted(one)).item.request_id)
+    assert fetch.aborted.is_set()
 
 
 async def test_vllm_gets_the_trace_context_of_a_request(one: Driven, llm: Llm) -> None:

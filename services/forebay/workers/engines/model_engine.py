@@ -7,7 +7,9 @@ unexpectedly, `run` ends, and the worker stops with its engine.
 KV events arrive separately from responses. The prefix index may contain fewer blocks than the engine's cache, never
 more. So when a cache is being cleared, the adapter reports it as empty at once, and ignores its changes until the
 engine confirms the clearing. A decode request first fetches KV. If that fails before the first token, the owner lets
-the prompt be computed again.
+the prompt be computed again. If the request is cancelled before its first token, its output is dropped, but the engine
+aborts it only with this token, after `ABORT_WITHIN_S`, or when the lease of the KV ends. An abort while KV is being
+fetched has crashed releases of vLLM, and in releases of SGLang it freed blocks into which KV was still written.
 """
 
 import asyncio
@@ -93,6 +95,12 @@ class GeneratedResponse:
         self.tokens = 0
         self.cached_tokens = 0
         self.lease: asyncio.Timeout | None = None
+        self._abort: Callable[[], object] | None = None
+
+    def discard(self, abort: Callable[[], object]) -> None:
+        """Drop the output, and call `abort` with the first token."""
+        self._abort = abort
+        self.rank = RankBuffer(self.rank.rank, 1)
 
     def add(
         self,
@@ -111,6 +119,8 @@ class GeneratedResponse:
         if not self.tokens:
             if self.lease is not None:
                 self.lease.reschedule(None)
+            if self._abort is not None:
+                self._abort()
             self.cached_tokens = cached_tokens
             self.rank.began(self.item, cached_tokens, onboarded)
         self.rank.add_tokens(self.item, self.tokens, token_ids, logprobs)
@@ -122,7 +132,9 @@ class ModelEngine(ABC):
 
     The engine has `settings.dp_size` ranks. On the log they are numbered from `settings.dp_start_rank` on, in the
     engine from 0. `METRICS` are prefixes of the names of the engine's own metrics. `EXPERIMENTAL` is why this adapter
-    is experimental; empty if it is not.
+    is experimental; empty if it is not. `ABORT_WITHIN_S` is the time after which a cancelled request is aborted even if
+    it may still be fetching KV. A request that begins to fetch later could get other KV, because the cancellation also
+    releases the KV, and vLLM keeps released KV for a third of `LEASE_S`.
     """
 
     NAME: ClassVar[str]
@@ -130,6 +142,7 @@ class ModelEngine(ABC):
     METRICS: ClassVar[tuple[str, ...]]
     LORA_ARGUMENT: ClassVar[str]
     EXPERIMENTAL: ClassVar[str] = ""
+    ABORT_WITHIN_S: ClassVar[float] = 15.0
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
@@ -140,6 +153,7 @@ class ModelEngine(ABC):
         self._loras = Loras()
         self._requests: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()  # cancelled, not ended yet
+        self._decoding: dict[asyncio.Task[Any], GeneratedResponse] = {}  # requests that fetch KV before the first token
         self._wake = asyncio.Event()
         self._dead = asyncio.Event()
         self._fault: BaseException | None = None  # unexpected error of forebay; None if the engine died
@@ -324,7 +338,10 @@ class ModelEngine(ABC):
         self._wake.set()
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request, if it is in flight. The engine frees its KV blocks in one of its next steps."""
+        """Cancel a request, if it is in flight. The engine frees its KV blocks in one of its next steps.
+
+        If the request may be fetching KV, the engine aborts it with its first token, or after `ABORT_WITHIN_S`.
+        """
         if (task := self._requests.pop(request_id, None)) is not None:
             self._end(task)
             if not self._requests:
@@ -332,7 +349,12 @@ class ModelEngine(ABC):
 
     def _end(self, task: "asyncio.Task[None]") -> None:
         self._ending.add(task)
-        task.cancel()
+        response = self._decoding.get(task)
+        if response is None or response.tokens:
+            task.cancel()
+        else:
+            response.discard(task.cancel)
+            asyncio.get_running_loop().call_later(self.ABORT_WITHIN_S, task.cancel)
 
     def reset(self) -> None:
         """Cancel every request. The subclass clears the cache or reports its content later, in `_drop_cache`."""
@@ -351,7 +373,7 @@ class ModelEngine(ABC):
             failed = error if isinstance(error, AttemptFailed) else self._request_error(error)
             if failed is None:
                 self._dead.set()  # other workers continue the requests of this engine
-            else:
+            elif asyncio.current_task() not in self._ending:
                 rank.failed(item, failed.error, is_rejection=failed.may_move)
         self._last_response_s = runtime.monotonic_s()
         self._wake.set()
@@ -479,10 +501,12 @@ class ModelEngine(ABC):
 
     async def _respond(self, item: WorkItem, prompt: Any, response: GeneratedResponse) -> None:
         """Generate a response. Report KV that cannot be fetched, or not before its lease ends."""
-        transfer, lease_s = None, None
+        transfer, lease_s, task = None, None, asyncio.current_task()
+        assert task is not None
         try:
             if item.stage == "decode":
                 transfer, lease_s = self._transfer(item, response.prompt_tokens)
+                self._decoding[task] = response
             async with asyncio.timeout(lease_s) as response.lease:
                 await self._generate(prompt, response, transfer)
         except Exception as error:
@@ -490,6 +514,8 @@ class ModelEngine(ABC):
             if reason is None:
                 raise
             response.rank.not_fetched(item, reason)
+        finally:
+            self._decoding.pop(task, None)
 
     def _fetch_failure(self, error: Exception) -> str | None:
         """Return why a decode request without output could not fetch its KV; None if that is not its error."""

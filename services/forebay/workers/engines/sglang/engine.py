@@ -88,6 +88,7 @@ class SglangEngine(ModelEngine):
     METRICS = ("sglang:",)
     LORA_ARGUMENT = "enable_lora"
     EXPERIMENTAL = "it was run on a CPU only, and its prefill and decode roles were not run with a real SGLang"
+    ABORT_WITHIN_S = 5.0  # the prefill engine may have been aborted before it sent KV, and no token will arrive
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)

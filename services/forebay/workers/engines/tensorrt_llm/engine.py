@@ -16,7 +16,6 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +89,7 @@ class TensorRtLlmEngine(ModelEngine):
     METRICS = ("trtllm_",)
     LORA_ARGUMENT = "lora_config"
     EXPERIMENTAL = "it was written against the source code of TensorRT-LLM and never run"
+    ABORT_WITHIN_S = LEASE_S  # an abort during a transfer can leak KV or hang the engine
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
@@ -316,12 +316,8 @@ class TensorRtLlmEngine(ModelEngine):
                 response.add(token_ids, getattr(result, "cached_tokens", 0) or 0, logprobs)
                 reason = one.finish_reason or reason
                 self._wake.set()
-        except BaseException as error:
-            try:
-                if transfer is not None and isinstance(error, asyncio.CancelledError) and not response.tokens:
-                    await _first_token(output, response.lease)
-            finally:
-                output.abort()
+        except BaseException:
+            output.abort()
             raise
         self._log(output)
         self._end_response(response, reason or "unknown")
@@ -343,16 +339,6 @@ class TensorRtLlmEngine(ModelEngine):
 
     async def _add_lora(self, adapter: LoraAdapter) -> None:
         """Do nothing, because TensorRT-LLM loads an adapter with its first request and drops unused adapters itself."""
-
-
-async def _first_token(output: Any, lease: asyncio.Timeout | None) -> None:
-    """Wait until a decode request has its KV, because an abort during the transfer can leak KV or hang the engine."""
-    if lease is not None and lease.expired():
-        return
-    with suppress(Exception):  # the transfer may fail
-        async for result in output:
-            if result.outputs[0].token_ids:
-                return
 
 
 def descriptor(params: Any) -> bytes:
