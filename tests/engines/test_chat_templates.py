@@ -302,3 +302,41 @@ def test_prompts_equal_those_of_transformers(oracle: Oracle, data: st.DataObject
     if "tools" not in oracle.sources[name]:
         body.pop("tools", None)  # forebay rejects tools that the template would ignore
     oracle.check(name, body)
+
+
+def test_the_chat_template_of_a_family_selects_its_parsers(oracle: Oracle) -> None:
+    """The names are those of the templates in llama.cpp, which has them from the families."""
+    expected = {
+        "GLM-4.6": ("glm45", "qwen3"),
+        "Kimi-K2-Instruct": ("kimi_k2", ""),
+        "Kimi-K2-Thinking": ("kimi_k2", "qwen3"),
+        "MiniMax-M1": ("minimax", ""),
+        "MiniMax-M2": ("minimax_m2", "qwen3"),
+        "MiniMax-M3": ("", ""),
+        "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": ("hermes", ""),
+        "Qwen-Qwen2.5-7B-Instruct": ("hermes", ""),
+        "Qwen-Qwen3-0.6B": ("hermes", "qwen3"),
+        "Qwen3-Coder": ("qwen3_coder", ""),
+        "Qwen3.5-4B": ("qwen3_coder", "qwen3"),
+        "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": ("deepseek_v3", "qwen3"),
+        "deepseek-ai-DeepSeek-V3.1": ("deepseek_v31", "qwen3"),
+        "deepseek-ai-DeepSeek-V3.2": ("deepseek_v32", "qwen3"),
+        "deepseek-ai-DeepSeek-V4": ("deepseek_v4", "qwen3"),
+        "google-gemma-2-2b-it": ("", ""),
+        "google-gemma-4-31B-it": ("gemma4", "gemma4"),
+        "ibm-granite-granite-3.3-2B-Instruct": ("granite", "qwen3"),
+        "ibm-granite-granite-4.0": ("hermes", ""),
+        "meetkai-functionary-medium-v3.1": ("", ""),
+        "meta-llama-Llama-3.1-8B-Instruct": ("llama3_json", ""),
+        "meta-llama-Llama-3.2-3B-Instruct": ("llama3_json", ""),
+        "mistralai-Ministral-3-14B-Reasoning-2512": ("mistral", "mistral"),
+        "mistralai-Mistral-Nemo-Instruct-2407": ("mistral", ""),
+        "openai-gpt-oss-120b": ("openai", "openai_gptoss"),
+        "unsloth-Apriel-1.5": ("", ""),
+    }
+    by_stem = {Path(name).stem: name for name in oracle.names if "llama" in name.partition("/")[0]}
+    found = {}
+    for stem in expected:
+        factory = ParserFactory(oracle.model(by_stem[stem]))
+        found[stem] = factory.tool, factory.reasoning
+    assert found == expected

@@ -5,6 +5,7 @@ import copy
 import importlib.util
 import json
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -300,29 +301,75 @@ def test_random_calls_are_parsed_as_they_were_written(output: list[tuple[str, An
         assert calls(whole(text, tool)) == output, tool
 
 
+def card(template: str, *types: str) -> Model:
+    model = copy.copy(MODEL)
+    model.template_source, model.types = template, frozenset(types)
+    return model
+
+
 @pytest.mark.parametrize(
     ("template", "tool", "reasoning"),
     [
         ("{{ tools }}<tool_call></tool_call>", "hermes", ""),
-        ("<tool_call><function=x></tool_call></think>", "", "qwen3"),
-        ("<tool_call><arg_key>", "", ""),
-        ("[TOOL_CALLS]", "mistral", ""),
+        ("<tool_call><function=x></tool_call></think>", "qwen3_coder", "qwen3"),
+        ("<tool_call><arg_key></think>", "glm45", "qwen3"),
+        ("[TOOL_CALLS][/THINK]", "mistral", "mistral"),
         ("<|python_tag|>", "llama3_json", ""),
+        ('<|start_header_id|>{"name": function name, "parameters": x}', "llama3_json", ""),
+        ("<|python_tag|><function=", "", ""),
+        ("<|python_start|>", "llama4_pythonic", ""),
+        ("[func_name1(params_name1=", "llama4_pythonic", ""),
+        ("<｜tool▁calls▁begin｜>```json</think>", "deepseek_v3", "qwen3"),
+        ("<｜tool▁calls▁begin｜>", "deepseek_v31", ""),
+        ("｜DSML｜function_calls message.tool_calls", "deepseek_v32", ""),
+        ("｜DSML｜tool_calls", "deepseek_v4", ""),
+        ("<|tool_calls_section_begin|></think>", "kimi_k2", "qwen3"),
+        ("<minimax:tool_call>", "minimax_m2", ""),
+        ("<beginning_of_sentence><tool_calls>", "minimax", ""),
+        ("<start_function_call>", "functiongemma", ""),
+        ("<|channel>thought<|tool_call>", "gemma4", "gemma4"),
+        ("<|channel|>final<|message|>", "openai", "openai_gptoss"),
+        ("<|tool_call|>Here is my thought process:", "granite", "granite"),
+        ("<|tool|><|/tool|>", "phi4_mini_json", ""),
         ("plain", "", ""),
     ],
 )
 def test_auto_selects_the_parser_by_the_template(template: str, tool: str, reasoning: str) -> None:
-    model = copy.copy(MODEL)
-    model.template_source = template
-    parsing = ParserFactory(model)
+    parsing = ParserFactory(card(template))
     assert (parsing.tool, parsing.reasoning) == (tool, reasoning)
 
 
+@pytest.mark.parametrize(("kind", "name"), [("gpt_oss", "openai"), ("llama4", "llama4_pythonic"), ("llama", "")])
+def test_auto_selects_the_parser_by_the_model_type_if_the_template_shows_none(kind: str, name: str) -> None:
+    assert ParserFactory(card("{{ tools }}", kind)).tool == name
+
+
+def test_the_model_type_decides_between_formats_of_the_template(caplog: pytest.LogCaptureFixture) -> None:
+    both = "<|tool_calls_section_begin|><minimax:tool_call>"
+    assert ParserFactory(card(both, "kimi_k2")).tool == "kimi_k2"
+    assert not caplog.messages
+    assert ParserFactory(card(both, "other")).tool == ""
+    (warning,) = caplog.messages
+    assert "the format of kimi_k2, minimax_m2, so no tool-call parser is selected; set --tool-call-parser" in warning
+    caplog.clear()
+    assert ParserFactory(card("<tool_call>]<]minimax[>[")).tool == ""
+    assert "the format of no parser of forebay" in caplog.text
+
+
+def test_the_type_of_a_model_is_in_its_configuration(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((DEFAULT_MODEL / name).read_bytes())
+    (tmp_path / "config.json").write_text('{"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}}')
+    assert Model(tmp_path).types == {"gemma4", "gemma4_text"}
+
+
 def test_unusable_parsers_are_rejected_with_the_known_names() -> None:
-    with pytest.raises(ConfigError, match="parsers are: auto, none, h"):
-        ParserFactory(MODEL, "kimi_k2")
+    with pytest.raises(ConfigError, match="parsers are: auto, none, deepseek_v3, "):
+        ParserFactory(MODEL, "x")
     with pytest.raises(ConfigError, match="--reasoning-parser: unknown parser"):
         ParserFactory(MODEL, "none", "r1")
+    with pytest.raises(ConfigError, match="--reasoning-parser qwen3: gpt-oss has one for both"):
+        ParserFactory(MODEL, "openai", "qwen3")
     if importlib.util.find_spec("vllm") is None:
         with pytest.raises(ConfigError, match="--tool-call-parser vllm:kimi_k2: needs vLLM"):
             ParserFactory(MODEL, "vllm:kimi_k2")

@@ -80,6 +80,7 @@ class Model:
         context_tokens: maximum number of tokens of a prompt and its response together.
         vocabulary_size: number of token ids, including added tokens.
         generation: defaults of sampling parameters.
+        types: values of `model_type` in the config.json and in its parts for language.
         dimensions: lengths to which embeddings may be truncated; None if truncation is not allowed, empty for any.
     """
 
@@ -113,6 +114,8 @@ class Model:
             raise InvalidModel(f"{directory / GENERATION_FILE}: {error}") from error
         self.end_ids = _end_ids(generation, config, self.tokenizer, special.get("eos_token", ""))
         self.dimensions = _dimensions(config)
+        types = (one.get("model_type") for one in _text_configs(config))
+        self.types = frozenset(one for one in types if isinstance(one, str))
         self.media = media_tokens_of(config, self.tokenizer.id_to_token)
         sources = _template_sources(directory, tokenizer_config)
         self.template_source = "\n".join(sources.values())

@@ -36,7 +36,7 @@ class IngressSettings:
         cors_origins: origins whose web pages may read responses, from `allowed_origins`.
         admin_token: token that the admin API requires; empty for no admin API.
         admin_port: port of the loopback address that serves the admin API; None for the port of the other routes.
-        tool_call_parser: `auto` (by the chat template), `none`, or the name of a parser; so is `reasoning_parser`.
+        tool_call_parser: `auto` (by the model card), `none`, or the name of a parser; so is `reasoning_parser`.
         reply_topics: patterns of full topic names for responses of the Kafka API; empty for `<namespace>.replies.*`.
         incarnation: distinguishes processes with the same `ingress_id`, and is the value of its lease.
         has_lease: whether an owner notices the end of this process, and then cancels its requests.

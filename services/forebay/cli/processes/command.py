@@ -198,10 +198,10 @@ class HttpOptions:
         None
     )
     tool_call_parser: Annotated[
-        str, Option(help="Tool call parser: auto (by chat template), none, or a parser name.")
+        str, Option(help="Tool call parser: auto (by the model card), none, or a parser name.")
     ] = "auto"
     reasoning_parser: Annotated[
-        str, Option(help="Reasoning parser: auto (by chat template), none, or a parser name.")
+        str, Option(help="Reasoning parser: auto (by the model card), none, or a parser name.")
     ] = "auto"
     media_allow_host: Annotated[
         list[str] | None,

@@ -6,7 +6,7 @@ until it is known. The result does not depend on how the text is split into call
 """
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from enum import Enum, auto
 
 import msgspec
@@ -122,8 +122,8 @@ class CallScanner:
         self._passing = False  # whether the current value is streamed as arguments
         self._value = ValueScanner()
 
-    def push(self, text: str) -> int:
-        """Scan the next part of the text, and return how many of its characters belong to the call."""
+    def push(self, text: str) -> str:
+        """Scan the next part of the text, and return what follows the call."""
         at = 0
         while at < len(text) and self.status is Status.RUNNING:
             if self._reading:
@@ -134,7 +134,10 @@ class CallScanner:
                 at = self._begin(text, at)
         if not self.name:
             self.raw += text[:at]
-        return at
+        return text[at:]
+
+    def finish(self) -> None:
+        """Do nothing: the scanner keeps no arguments back."""
 
     def take(self) -> str:
         """Return the arguments scanned since the previous call of `take`; empty before the name is known."""
@@ -221,3 +224,16 @@ def split_at_overlap(text: str, tag: str) -> tuple[str, str]:
         if text.endswith(tag[:length]):
             return text[:-length], text[-length:]
     return text, ""
+
+
+def split_at_tag(text: str, tags: Sequence[str]) -> tuple[str, str, str]:
+    """Split a text at the first of some tags into the text before it, the tag and the text after it.
+
+    Without a tag, the last part is the longest suffix of the text that may begin one.
+    """
+    found = [(at, -len(tag), tag) for tag in tags if (at := text.find(tag)) >= 0]
+    if found:
+        at, _, tag = min(found)
+        return text[:at], tag, text[at + len(tag) :]
+    before, held = min((split_at_overlap(text, tag) for tag in tags), default=(text, ""))
+    return before, "", held

@@ -1,4 +1,4 @@
-"""Select the parsers of an ingress by name or by the model's chat template, and create one per response.
+"""Select the parsers of an ingress by name or by the model card, and create one per response.
 
 `vllm:NAME` is a parser of vLLM, if vLLM is installed beside the ingress.
 """
@@ -15,27 +15,29 @@ from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.model import Model
 from forebay.ingress.openai.tools import NO_TOOLS, ToolSelection
 from forebay.ingress.parsers.deltas import EMPTY_DELTA, OutputDelta, Parser, ToolCallDelta, merge_deltas
+from forebay.ingress.parsers.formats import (
+    CALL_ALIASES,
+    CALL_FORMATS,
+    CALL_SIGNATURES,
+    HARMONY,
+    HARMONY_REASONING,
+    REASONING_ALIASES,
+    REASONING_FORMATS,
+    REASONING_SIGNATURES,
+    Signature,
+    select,
+)
+from forebay.ingress.parsers.harmony import TOKENS, HarmonyParser
 from forebay.ingress.parsers.parsers import (
-    ARGS,
-    CALL_ID,
-    END_THINK,
-    END_TOOL_CALL,
-    PYTHON_TAG,
-    THINK,
-    TOOL_CALL,
-    TOOL_CALLS,
     DeltaCollector,
-    HermesParser,
-    LlamaJsonParser,
-    MistralParser,
-    NamedCallParser,
     ParserChain,
     ParserStage,
     PlainText,
+    ReasoningFormat,
     ReasoningParser,
-    RequiredCallParser,
     call_ids,
 )
+from forebay.ingress.parsers.tool_calls import REQUIRED, CallFormat, NamedCallParser, ToolCallParser
 from forebay.runtime.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -129,9 +131,8 @@ class VllmParser:
 
 
 AUTO, NONE = "auto", "none"
-TOOL_TAGS = {"hermes": (TOOL_CALL, END_TOOL_CALL), "llama3_json": (PYTHON_TAG,), "mistral": (TOOL_CALLS, ARGS, CALL_ID)}
-REASONING_TAGS = (THINK, END_THINK)
-REASONING_NAMES = ("deepseek_r1", "qwen3")  # deepseek_r1 treats all text before the end tag as reasoning
+TOOL_NAMES = (*sorted({*CALL_FORMATS, *CALL_ALIASES, HARMONY}), f"{PREFIX}NAME")
+REASONING_NAMES = (*sorted({*REASONING_FORMATS, *REASONING_ALIASES, HARMONY_REASONING}), f"{PREFIX}NAME")
 
 
 class ParseOptions(msgspec.Struct, frozen=True):
@@ -152,11 +153,14 @@ class ParseOptions(msgspec.Struct, frozen=True):
 class ParserFactory:
     """Creates one parser per response. `tool` and `reasoning` are names of parsers, `auto` or `none`.
 
-    The chat template of the model determines the parsers for `auto`. Raises ConfigError for an unknown name.
+    For `auto` they are selected by the chat template of the model, or by its type in config.json. If several fit, none
+    is selected, and a warning is logged. Raises ConfigError for an unknown name.
     """
 
     def __init__(self, model: Model, tool: str = AUTO, reasoning: str = AUTO) -> None:
         self._vllm: VllmParsers | None = None
+        self._calls: CallFormat | None = None
+        self._reasoning: ReasoningFormat | None = None
         given = (tool, reasoning)
         if any(name.startswith(PREFIX) for name in given):
             if any(name not in (AUTO, NONE) and not name.startswith(PREFIX) for name in given):
@@ -167,11 +171,25 @@ class ParserFactory:
             self._vllm = VllmParsers(model.directory, tool, reasoning)
             self.tool, self.reasoning = tool, reasoning
             return
-        template = model.template_source
-        self.tool = _tool_of(template) if tool == AUTO else _known("tool-call", tool, tuple(TOOL_TAGS))
-        self.reasoning = (
-            _reasoning_of(template) if reasoning == AUTO else _known("reasoning", reasoning, REASONING_NAMES)
+        self.tool = (
+            _selected("tool-call", CALL_SIGNATURES, model) if tool == AUTO else _known("tool-call", tool, TOOL_NAMES)
         )
+        self.reasoning = (
+            _selected("reasoning", REASONING_SIGNATURES, model)
+            if reasoning == AUTO
+            else _known("reasoning", reasoning, REASONING_NAMES)
+        )
+        if self._is_harmony and (self.tool not in ("", HARMONY) or self.reasoning not in ("", HARMONY_REASONING)):
+            raise ConfigError(
+                f"--tool-call-parser {self.tool}, --reasoning-parser {self.reasoning}: gpt-oss has one for both; "
+                f"use {HARMONY} and {HARMONY_REASONING}, or none for one of them"
+            )
+        self._calls = CALL_FORMATS.get(CALL_ALIASES.get(self.tool, self.tool))
+        self._reasoning = REASONING_FORMATS.get(REASONING_ALIASES.get(self.reasoning, self.reasoning))
+
+    @property
+    def _is_harmony(self) -> bool:
+        return self._vllm is None and (self.tool == HARMONY or self.reasoning == HARMONY_REASONING)
 
     @property
     def tool_name(self) -> str:
@@ -187,8 +205,10 @@ class ParserFactory:
         """Return the special tokens that the decoder must keep in the text for the parser; None for all."""
         if self._vllm is not None:
             return None
-        tags = REASONING_TAGS if self.reasoning else ()
-        return tags + (TOOL_TAGS[self.tool] if self.tool and options.choice.tools else ())
+        if self._is_harmony:
+            return TOKENS
+        row, calls = self._reasoning, self._calls if options.choice.tools else None
+        return (*(row.texts if row else ()), *(calls.texts if calls else ()))
 
     def require(self, choice: ToolSelection) -> None:
         """Raise ApiError if the model may call the tools in `choice`, but no tool call parser is selected."""
@@ -198,53 +218,59 @@ class ParserFactory:
 
     def is_open(self, prompt: str) -> bool:
         """Return whether the response to this prompt begins inside reasoning, because the prompt ends with its tag."""
-        return prompt.rstrip().endswith(THINK)
+        return self._reasoning is not None and prompt.rstrip().endswith(
+            tuple(tag.rstrip() for tag in self._reasoning.begin)
+        )
 
     def parser(self, options: ParseOptions, request_id: str) -> Parser | None:
         """Return a new parser for one response; None if it can contain neither tool calls nor reasoning."""
         choice = options.choice
-        if not choice.tools and not self.reasoning:
+        if not choice.tools and not self.reasoning and not self._is_harmony:
             return None
         ids = call_ids(request_id, chars=9, prefix="") if self.tool == "mistral" else call_ids(request_id)
         if self._vllm is not None and choice.forced is None:
             return self._vllm.parser(choice, unpack_u32(options.prompt), ids)
         sink = DeltaCollector(ids, parallel=choice.parallel)
-        link = self._calls(sink, choice)
-        if self.reasoning and self._vllm is None:
+        if self._is_harmony and choice.forced is None and not options.structured:
+            functions = frozenset(tool.function.name for tool in choice.tools)
+            return ParserChain(sink, HarmonyParser(sink, functions, has_tools=bool(choice.tools and self.tool)))
+        link = self._stage(sink, choice)
+        if self._reasoning is not None:
             # The engine enforces a structure from the first output token on, so there is no reasoning.
-            is_open = (options.is_open or self.reasoning == "deepseek_r1") and not options.structured
-            link = ReasoningParser(sink, link, is_open=is_open)
+            is_open = (options.is_open or self._reasoning.is_implicit) and not options.structured
+            row = self._calls
+            ends = (
+                row.begin if row is not None and row.ends_reasoning and choice.tools and not options.structured else ()
+            )
+            link = ReasoningParser(sink, link, self._reasoning, ends, is_open=is_open)
         return ParserChain(sink, link)
 
-    def _calls(self, sink: DeltaCollector, choice: ToolSelection) -> ParserStage:
-        if not choice.tools:
-            return PlainText(sink)
-        if choice.forced is not None:
-            return NamedCallParser(sink, choice.forced) if choice.forced else RequiredCallParser(sink)
-        if self.tool == "hermes":
-            return HermesParser(sink)
-        if self.tool == "mistral":
-            return MistralParser(sink)
-        return LlamaJsonParser(sink, frozenset(tool.function.name for tool in choice.tools))
+    def _stage(self, sink: DeltaCollector, choice: ToolSelection) -> ParserStage:
+        if choice.forced:
+            return NamedCallParser(sink, choice.forced)
+        row = self._calls if choice.forced is None else REQUIRED
+        return PlainText(sink) if row is None or not choice.tools else ToolCallParser(sink, row, choice)
 
 
 def _known(kind: str, name: str, names: tuple[str, ...]) -> str:
     if name == NONE:
         return ""
-    if name not in names:
-        raise ConfigError(f"--{kind}-parser: {unknown_name('parser', name, (AUTO, NONE, *names, f'{PREFIX}NAME'))}")
+    if name not in names[:-1]:
+        raise ConfigError(f"--{kind}-parser: {unknown_name('parser', name, (AUTO, NONE, *names))}")
     return name
 
 
-def _tool_of(template: str) -> str:
-    """Return the tool call format that a chat template instructs its model to use, empty for none."""
-    if TOOL_CALLS in template:
-        return "mistral"
-    # Qwen 3 Coder and GLM put XML inside the same tag.
-    if TOOL_CALL in template and "<function=" not in template and "<arg_key>" not in template:
-        return "hermes"
-    return "llama3_json" if PYTHON_TAG in template else ""
-
-
-def _reasoning_of(template: str) -> str:
-    return "qwen3" if END_THINK in template else ""
+def _selected(kind: str, signatures: tuple[Signature, ...], model: Model) -> str:
+    names = select(signatures, model.template_source, model.types)
+    if names and names != {""} and len(names) == 1:
+        return min(names)
+    if names:
+        fitting = ", ".join(sorted(filter(None, names))) or "no parser of forebay"
+        logger.warning(
+            "%s: the chat template has the format of %s, so no %s parser is selected; set --%s-parser",
+            model.directory,
+            fitting,
+            kind,
+            kind,
+        )
+    return ""
