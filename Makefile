@@ -1,5 +1,6 @@
 # Every target works on a bare machine. `make setup` builds .venv from hashed requirements. `make setup-engines` builds
-# .venv-engines, in which vLLM runs without a GPU. `make setup-clients` builds .venv-clients with official API clients.
+# .venv-engines, in which vLLM runs without a GPU, and `make setup-sglang` .venv-sglang with SGLang. `make setup-clients`
+# builds .venv-clients with official API clients.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -16,6 +17,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 VENV_ENGINES := .venv-engines
 READY_ENGINES := $(VENV_ENGINES)/.ready
+VENV_SGLANG := .venv-sglang
+READY_SGLANG := $(VENV_SGLANG)/.ready
 VENV_CLIENTS := .venv-clients
 READY_CLIENTS := $(VENV_CLIENTS)/.ready
 VENV_GATEWAY := .venv-gateway
@@ -43,10 +46,10 @@ IMAGE := forebay:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 # These need Kafka and Redis, or vLLM. Each process of pytest starts its own broker and Redis.
 REAL = --numprocesses 2 --dist loadfile
-UNLESS_REAL := --ignore tests/integration --ignore tests/engines --ignore tests/clients --ignore tests/conformance
+UNLESS_REAL := --ignore tests/integration --ignore tests/engines --ignore tests/sglang --ignore tests/clients --ignore tests/conformance
 
-.PHONY: help setup setup-engines setup-clients setup-gateway up test test-all explore fuzz fuzz-bugs test-kafka test-engines test-clients conformance kafka kafka-stop demo-kafka demo-answers demo-gateway demo-indexer demo-ledger demo-tenants demo-upgrade demo-disagg demo-scaling demo-tiers demo-console chart image docs lint type fmt mutations coverage bench \
-    schemas golden report-picture console-pictures lock lock-engines lock-clients resolve ci clean
+.PHONY: help setup setup-engines setup-sglang setup-clients setup-gateway up test test-all explore fuzz fuzz-bugs test-kafka test-engines test-sglang test-clients conformance kafka kafka-stop demo-kafka demo-answers demo-gateway demo-indexer demo-ledger demo-tenants demo-upgrade demo-disagg demo-scaling demo-tiers demo-console chart image docs lint type fmt mutations coverage bench \
+    schemas golden report-picture console-pictures lock lock-engines lock-sglang lock-clients resolve ci clean
 
 help: ## show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -56,6 +59,9 @@ setup: $(READY) ## build .venv from the hashed requirements
 
 setup-engines: $(READY_ENGINES) ## build .venv-engines: vLLM on the CPU, torch, transformers (Linux x86-64)
 	@echo 'ready: $(VENV_ENGINES)'
+
+setup-sglang: $(READY_SGLANG) ## build .venv-sglang: SGLang on the CPU, torch, transformers (Linux x86-64)
+	@echo 'ready: $(VENV_SGLANG)'
 
 setup-clients: $(READY_CLIENTS) ## build .venv-clients: official clients of the APIs, for Python and Node
 	@echo 'ready: $(VENV_CLIENTS)'
@@ -88,6 +94,9 @@ test-kafka: $(READY) ## run the tests on real Kafka and Redis (Java 17, Maven); 
 
 test-engines: $(READY_ENGINES) $(READY_GATEWAY) ## run the tests on real vLLM, Envoy, Kafka and Redis; options in ARGS="..."
 	@$(VENV_ENGINES)/bin/pytest $(REAL) tests/engines $(ARGS)
+
+test-sglang: $(READY_SGLANG) ## run the tests on real SGLang, which CI does not; options in ARGS="..."
+	@$(VENV_SGLANG)/bin/pytest tests/sglang $(ARGS)
 
 test-clients: $(READY_CLIENTS) ## run the tests with official clients of the APIs; options in ARGS="..."
 	@$(VENV_CLIENTS)/bin/pytest --confcutdir tests/clients -o filterwarnings=ignore tests/clients $(ARGS)
@@ -189,7 +198,7 @@ console-pictures: $(READY) ## take the pictures of the console in docs/images (C
 cookbook: $(READY) ## run the commands of docs/cookbook.md and update their output
 	@$(BIN)/python -m tests.cli.pages
 
-lock: $(READY) lock-engines lock-clients ## update all locked requirements, with hashes
+lock: $(READY) lock-engines lock-sglang lock-clients ## update all locked requirements, with hashes
 	@$(UV) $(COMPILE) --extra indexer --extra kubernetes --extra planner --group dev pyproject.toml -o requirements/base.txt
 	@$(UV) $(COMPILE) requirements/nixl.in --override requirements/nixl-overrides.txt -o requirements/nixl.txt
 	@$(UV) $(COMPILE) requirements/gateway.in -o requirements/gateway.txt
@@ -199,6 +208,10 @@ lock: $(READY) lock-engines lock-clients ## update all locked requirements, with
 lock-engines: $(READY) ## update the locked requirements of .venv-engines, with hashes
 	@$(UV) $(COMPILE) --extra indexer --group build --group test pyproject.toml requirements/engines.in \
 	    --override requirements/engines-overrides.txt -o requirements/engines.txt
+
+lock-sglang: $(READY) ## update the locked requirements of .venv-sglang, with hashes
+	@$(UV) $(COMPILE) --group build --group test pyproject.toml requirements/sglang.in \
+	    --override requirements/sglang-overrides.txt -o requirements/sglang.txt
 
 lock-clients: $(READY) ## update the locked requirements of .venv-clients and the packages of deno.json, with hashes
 	@$(UV) $(COMPILE) requirements/clients.in -o requirements/clients.txt
@@ -218,7 +231,7 @@ ci: ## run all CI checks
 	@.ci/run
 
 clean: ## remove everything that make targets built
-	@rm -rf $(VENV) $(VENV_ENGINES) $(VENV_CLIENTS) $(VENV_GATEWAY) $(VENV_CHART) $(VENV_DOCS) .site .tools .kafka/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz .import_linter_cache .coverage htmlcov dist
+	@rm -rf $(VENV) $(VENV_ENGINES) $(VENV_SGLANG) $(VENV_CLIENTS) $(VENV_GATEWAY) $(VENV_CHART) $(VENV_DOCS) .site .tools .kafka/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz .import_linter_cache .coverage htmlcov dist
 	@find $(SOURCES) infra tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): requirements/base.txt requirements/nixl.txt pyproject.toml
@@ -248,6 +261,16 @@ $(READY_ENGINES): $(READY) requirements/engines.txt pyproject.toml tests/harness
 	@[ -x $(VENV_ENGINES)/bin/python ] || $(UV) venv --quiet --python $(BIN)/python $(VENV_ENGINES)
 	@$(UV) pip sync --quiet --require-hashes --compile-bytecode --python $(VENV_ENGINES)/bin/python requirements/engines.txt
 	@$(UV) pip install --quiet --no-build-isolation --no-deps --python $(VENV_ENGINES)/bin/python --editable .
+	@touch $@
+
+$(READY_SGLANG): $(READY) requirements/sglang.txt pyproject.toml tests/harness/free_disk.py infra/sglang/sglang_cpu.py
+	@$(BIN)/python tests/harness/free_disk.py . "$$($(UV) cache dir)"
+	@echo 'setup-sglang: building $(VENV_SGLANG), once'
+	@[ -x $(VENV_SGLANG)/bin/python ] || $(UV) venv --quiet --python $(BIN)/python $(VENV_SGLANG)
+	@$(UV) pip sync --quiet --require-hashes --compile-bytecode --python $(VENV_SGLANG)/bin/python requirements/sglang.txt
+	@$(UV) pip install --quiet --no-build-isolation --no-deps --python $(VENV_SGLANG)/bin/python --editable .
+	@packages=$$($(VENV_SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	cp infra/sglang/sglang_cpu.py "$$packages"; echo 'import sglang_cpu' > "$$packages/sglang_cpu.pth"
 	@touch $@
 
 $(READY_CLIENTS): $(READY) requirements/clients.txt tests/clients/deno.json tests/clients/deno.lock

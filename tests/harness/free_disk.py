@@ -1,10 +1,10 @@
-"""Check that the disk has room for `.venv-engines`; exit with code 1 and the missing space otherwise."""
+"""Check that the disk has room for an environment with an engine; exit with code 1 and the missing space otherwise."""
 
 import shutil
 import sys
 from pathlib import Path
 
-NEEDED_GB = 8.0  # the build took 6.4 GB including the cache; the tests need room for logs too
+NEEDED_GB = 8.0  # builds took up to 6.4 GB including the cache; the tests need room for logs too
 
 
 def existing(path: Path) -> Path:
@@ -28,5 +28,5 @@ def short(paths: list[Path], needed_gb: float = NEEDED_GB) -> list[str]:
 if __name__ == "__main__":
     faults = short([Path(argument) for argument in sys.argv[1:]])
     for fault in faults:
-        sys.stderr.write(f"setup-engines: too little disk at {fault}\n")
+        sys.stderr.write(f"setup: too little disk at {fault}\n")
     sys.exit(bool(faults))

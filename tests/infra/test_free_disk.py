@@ -22,4 +22,4 @@ def test_the_script_fails_with_a_message_on_a_full_disk(tmp_path: Path) -> None:
     script = SCRIPT.read_text().replace(f"NEEDED_GB = {free_disk.NEEDED_GB}", f"NEEDED_GB = {total_gb + 1}")
     ran = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (1, "")
-    assert ran.stderr.startswith(f"setup-engines: too little disk at {tmp_path}: ")
+    assert ran.stderr.startswith(f"setup: too little disk at {tmp_path}: ")
