@@ -13,7 +13,7 @@ from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.settings import EngineSettings
 
 VOCABULARY = (470, 496, 500, 522)  # words
-FAKE = Adapter("tests.cli.fake_engine", "FakeEngine", ())
+FAKE = Adapter("tests.cli.fake_engine", "FakeEngine", (), "max_model_len")
 
 
 class FakeEngine(MockEngine):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import time
@@ -142,7 +143,7 @@ def test_a_mock_engine_uses_the_timing_and_sizes_of_its_profile_by_default(
 def test_inconsistent_sizes_and_a_missing_package_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(3\) must be at least max_num_seqs \(256\)"):
         built(choose(max_num_batched_tokens=3), "w", pool="p")
-    monkeypatch.setitem(ADAPTERS, "sglang", Adapter("nowhere", "Nothing", ("no_such_package",)))
+    monkeypatch.setitem(ADAPTERS, "sglang", Adapter("nowhere", "Nothing", ("no_such_package",), ""))
     with pytest.raises(ConfigError) as raised:
         built(choose("sglang"), "w", pool="p")
     expected = f"the sglang engine requires the package no_such_package; install it with: {install_command('sglang')}"
@@ -423,6 +424,19 @@ def running(folder: Path, arguments: dict[str, Any], *options: str) -> Iterator[
     finally:
         up.process.kill()
         up.process.communicate(timeout=PATIENCE_S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("models", [1, 2])
+def test_the_ingress_has_the_context_length_of_the_engine_arguments(models: int, tmp_path: Path) -> None:
+    other = shutil.copytree(DEFAULT_MODEL, tmp_path / "other")
+    with running(tmp_path, {"max_model_len": 64}, *["--model", str(other)][: 2 * (models - 1)]) as up:
+        body = {"model": "default_model", "prompt": list(range(100, 164)), "max_tokens": 5}
+        response = httpx.post(f"{up.url}/v1/completions", json=body, timeout=PATIENCE_S)
+        assert response.status_code == 400
+        assert "the prompt has 64 tokens, so the context of 64 has no room" in response.text
+        listed = httpx.get(f"{up.url}/v1/models", timeout=PATIENCE_S).json()["data"]
+        assert [one["max_model_len"] for one in listed] == [64] * models
 
 
 def metric(up: Up, name: str) -> dict[str, float]:

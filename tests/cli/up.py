@@ -128,7 +128,8 @@ def fake_up(folder: Path, arguments: dict[str, Any], *options: str) -> Up:
         f"sys.path.append({str(ROOT)!r})\n"
         "from forebay.workers.engines import adapters as engines\n"
         "from forebay.cli.app import main\n"
-        "engines.ADAPTERS['vllm'] = engines.Adapter('tests.cli.fake_engine', 'FakeEngine', ())\n"
+        "from tests.cli.fake_engine import FAKE\n"
+        "engines.ADAPTERS['vllm'] = FAKE\n"
         "if __name__ == '__main__':\n"
         "    main()\n"
     )

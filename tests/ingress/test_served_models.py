@@ -191,7 +191,7 @@ async def test_a_card_has_every_file_that_prompts_depend_on(scene: Scene, tmp_pa
     card, files = read
     assert card.context_tokens == 512
     assert [file.name for file in card.files] == sorted(["tokenizer.json", *texts])
-    await scene.serve("one", await scene.store(files))
+    await scene.serve("one", await scene.store(files, card.context_tokens))
     model = (await scene.find("one")).model
     assert model.context_tokens == 512
     assert model.end_ids == {7}
@@ -225,7 +225,7 @@ async def test_a_response_is_rendered_with_the_card_of_its_request(
 ) -> None:
     """Also after the workers have another card. A model from a directory has no card, and is the same one."""
     monkeypatch.setattr(module, "OLDER_MAX", 1)
-    cards = [await scene.store({"config.json": b'{"max_position_embeddings": %d}' % size}) for size in (100, 200, 300)]
+    cards = [await scene.store(context_tokens=size) for size in (100, 200, 300)]
     await scene.serve("one", cards[2])
 
     async def context(card: str) -> int:

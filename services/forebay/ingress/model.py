@@ -75,6 +75,8 @@ class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
 class Model:
     """Tokenizer, chat template and configuration of one model directory.
 
+    The argument `context_tokens` replaces the context length of the directory.
+
     Attributes:
         card: what the model card says about the model, without the files.
         context_tokens: maximum number of tokens of a prompt and its response together.
@@ -84,7 +86,7 @@ class Model:
         dimensions: lengths to which embeddings may be truncated; None if truncation is not allowed, empty for any.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, context_tokens: int | None = None) -> None:
         if not directory.is_dir():
             raise InvalidModel(f"{directory}: no such model directory; give a directory with a tokenizer.json")
         self.directory = directory
@@ -99,7 +101,7 @@ class Model:
             raise InvalidModel(f"{path}: not a valid tokenizer ({error})") from error
         self.tokenizer.no_truncation()  # a prompt that is too long must be rejected, not cut
         self.tokenizer.no_padding()
-        self.card = card_of(directory)
+        self.card = card_of(directory, context_tokens=context_tokens)
         self.context_tokens = self.card.context_tokens
         self.vocabulary_size: int = self.tokenizer.get_vocab_size(with_added_tokens=True)
         special = _special_tokens(tokenizer_config, read_json(directory / "special_tokens_map.json"))
@@ -337,13 +339,16 @@ def _dimensions(config: dict[str, Any]) -> tuple[int, ...] | None:
     return () if config.get("is_matryoshka") else None
 
 
-def card_of(directory: Path, files: tuple[ModelFile, ...] = ()) -> ModelCard:
-    """Return the model card of a directory with these files. Raises InvalidModel if a file is not valid."""
+def card_of(directory: Path, files: tuple[ModelFile, ...] = (), context_tokens: int | None = None) -> ModelCard:
+    """Return the model card of a directory with these files. By default the directory has the context length.
+
+    Raises InvalidModel if a file is not valid.
+    """
     config = read_json(directory / "config.json")
     dtype = config.get("dtype", config.get("torch_dtype"))
     found = {
         "files": files,
-        "context_tokens": _context_tokens(directory),
+        "context_tokens": context_tokens or _context_tokens(directory),
         "dtype": dtype if isinstance(dtype, str) else "",
         "revision": directory.name if directory.parent.name == "snapshots" else "",  # in the cache of the Hub
     }

@@ -33,8 +33,8 @@ TOKENIZER_FILES = (
 )
 
 
-def read_card(directory: Path) -> tuple[ModelCard, dict[str, bytes]] | None:
-    """Return the card of a model directory and the content of its files.
+def read_card(directory: Path, context_tokens: int | None = None) -> tuple[ModelCard, dict[str, bytes]] | None:
+    """Return the card of a model directory, by default with its context length, and the content of its files.
 
     None without a tokenizer.json, or if the files exceed `FILE_BYTES_MAX`. Raises InvalidModel if a file is invalid.
     """
@@ -44,7 +44,7 @@ def read_card(directory: Path) -> tuple[ModelCard, dict[str, bytes]] | None:
     listed = tuple(
         ModelFile(name=name, sha256=sha256(content).hexdigest(), size=len(content)) for name, content in files.items()
     )
-    return card_of(directory, listed), files
+    return card_of(directory, listed, context_tokens), files
 
 
 async def open_model(store: ModelStore, digest: str, folder: Path) -> Model:
@@ -52,6 +52,7 @@ async def open_model(store: ModelStore, digest: str, folder: Path) -> Model:
 
     Raises InvalidModel if the files are unusable, LogError if the card is missing or damaged, or the log fails.
     """
+    stored = store.cards.get(digest)
     files = await store.load(digest)
     if unknown := sorted(files.keys() - set(TOKENIZER_FILES)):
         raise InvalidModel(
@@ -67,7 +68,7 @@ async def open_model(store: ModelStore, digest: str, folder: Path) -> Model:
                 path = directory / name
                 path.parent.mkdir(exist_ok=True)
                 path.write_bytes(content)
-            model = Model(directory)
+            model = Model(directory, stored.card.context_tokens if stored else None)
         except Exception as error:  # a card may hold anything
             if directory is not None:
                 shutil.rmtree(directory, ignore_errors=True)

@@ -101,7 +101,8 @@ async def running_tasks() -> AsyncIterator[Tasks]:
 async def run(settings: EmbeddedSettings, on_ready: OnReady) -> None:
     """Serve until SIGINT or SIGTERM. Raises ConfigError, EngineError or LogError."""
     # An ingress of several models loads their tokenizers from the log.
-    only = Model(settings.models[0].engine.settings.model) if len(settings.models) == 1 else None
+    engine = settings.models[0].engine
+    only = Model(engine.settings.model, engine.context_tokens) if len(settings.models) == 1 else None
     restarts = EngineRestarts()
     groups = [EmbeddedGroup(settings, model, restarts, has_card=only is None) for model in settings.models]
     drains: list[IngressDrain] = []  # of the ingress, once requests can be served

@@ -291,7 +291,7 @@ class EmbeddedGroup:
 def _card_of(model: EmbeddedModel) -> tuple[ModelCard, dict[str, bytes]]:
     """Return the model card and its files. Raises ConfigError if the model directory has none."""
     directory = model.engine.settings.model
-    found = read_card(directory)
+    found = read_card(directory, model.engine.context_tokens)
     if found is None:
         raise ConfigError(
             f"--model {directory}: expected a tokenizer.json, and files of at most {FILE_BYTES_MAX >> 20} MiB"

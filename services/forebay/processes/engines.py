@@ -72,6 +72,13 @@ class EngineChoice:
         """Name of the engine, or of the user's service class."""
         return self.engine.rpartition(":")[2]
 
+    @property
+    def context_tokens(self) -> int | None:
+        """Context length that the engine's own arguments set; None for that of the model directory."""
+        adapter = ADAPTERS.get(self.engine)
+        tokens = None if adapter is None else self.settings.arguments.get(adapter.context_argument)
+        return tokens if isinstance(tokens, int) and tokens > 0 else None  # vLLM has -1 for a size that it chooses
+
     def with_settings(self, **changed: Any) -> "EngineChoice":
         return replace(self, settings=replace(self.settings, **changed))
 

@@ -7,16 +7,22 @@ MOCK = "mock"
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Class of a real engine, and the packages it imports. The extra that installs them has the engine's name."""
+    """Class of a real engine, and the packages it imports. The extra that installs them has the engine's name.
+
+    `context_argument` is the engine's own argument for the context length.
+    """
 
     module: str
     name: str
     packages: tuple[str, ...]
+    context_argument: str
 
 
 ADAPTERS = {
-    "vllm": Adapter("forebay.workers.engines.vllm.engine", "VllmEngine", ("vllm",)),
-    "sglang": Adapter("forebay.workers.engines.sglang.engine", "SglangEngine", ("sglang",)),
-    "tensorrt-llm": Adapter("forebay.workers.engines.tensorrt_llm.engine", "TensorRtLlmEngine", ("tensorrt_llm",)),
+    "vllm": Adapter("forebay.workers.engines.vllm.engine", "VllmEngine", ("vllm",), "max_model_len"),
+    "sglang": Adapter("forebay.workers.engines.sglang.engine", "SglangEngine", ("sglang",), "context_length"),
+    "tensorrt-llm": Adapter(
+        "forebay.workers.engines.tensorrt_llm.engine", "TensorRtLlmEngine", ("tensorrt_llm",), "max_seq_len"
+    ),
 }
 ENGINES = (MOCK, *ADAPTERS)
