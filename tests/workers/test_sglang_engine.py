@@ -172,6 +172,13 @@ async def test_a_token_id_beyond_the_vocabulary_does_not_reach_the_scheduler(sta
         assert (await one.ask([5, 511], 2)).error is None
 
 
+async def test_a_response_ends_with_the_context(started: Start) -> None:
+    async with started() as one:
+        answer = await one.ask(list(range(120)), 100)
+        assert answer.finished is not None and answer.finished.reason == "length"
+        assert len(answer.tokens) == 8  # the context has 128 tokens
+
+
 async def test_prompts_are_embedded(started: Start) -> None:
     async with started(is_embedding=True) as one:
         assert one.spec.tasks == ("embed",)

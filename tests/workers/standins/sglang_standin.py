@@ -227,6 +227,8 @@ class TokenizerManager:
             raise ValueError(f"top_p must be in (0, 1], got {params['top_p']}.")
         if len(obj.input_ids) > self.context_len:
             raise ValueError("The input is longer than the model's context length.")
+        if len(obj.input_ids) + params.get("max_new_tokens", 0) > self.context_len:
+            raise ValueError("Requested token count exceeds the model's maximum context length")
         requested = StandinRequest(obj.rid, list(obj.input_ids), params.get("max_new_tokens", 1), obj.lora_path or "")
         state = State(requested, vector=vector)
         if not vector:

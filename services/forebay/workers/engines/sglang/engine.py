@@ -273,10 +273,14 @@ class SglangEngine(ModelEngine):
     async def _outputs(
         self, item: WorkItem, prompt: list[int], sampling: dict[str, Any], meet: dict[str, Any]
     ) -> AsyncGenerator[Any]:
-        """Yield the outputs of a request. Closing the generator aborts the request unless it has ended."""
+        """Yield the outputs of a request. Closing the generator aborts the request unless it has ended.
+
+        SGLang rejects a request whose maximum output does not fit into the context, so the maximum is reduced.
+        """
+        most = min(sampling["max_new_tokens"], self._context_tokens - len(prompt))
         outputs = await self._core.engine.async_generate(
             input_ids=prompt,
-            sampling_params=sampling,
+            sampling_params=sampling | {"max_new_tokens": most},
             stream=True,
             rid=_rid(item),
             lora_path=item.lora_name or None,
