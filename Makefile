@@ -45,7 +45,8 @@ RUN ?=
 IMAGE := forebay:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal
 # These need Kafka and Redis, or vLLM. Each process of pytest starts its own broker and Redis.
-REAL = --numprocesses 2 --dist loadfile
+# Files start in the given order. xdist would start the file with the fewest tests last, which has the longest test.
+REAL = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 UNLESS_REAL := --ignore tests/integration --ignore tests/engines --ignore tests/sglang --ignore tests/clients --ignore tests/conformance
 
 .PHONY: help setup setup-engines setup-sglang setup-clients setup-gateway up test test-all explore fuzz fuzz-bugs test-kafka test-engines test-sglang test-clients conformance kafka kafka-stop demo-kafka demo-answers demo-gateway demo-indexer demo-ledger demo-tenants demo-upgrade demo-disagg demo-scaling demo-tiers demo-console chart image docs lint type fmt mutations coverage bench \
@@ -90,7 +91,7 @@ fuzz-bugs: $(READY) ## check that the simulation finds each planted bug; a name 
 	@$(BIN)/python -m tests.faults.planted $(ARGS)
 
 test-kafka: $(READY) ## run the tests on real Kafka and Redis (Java 17, Maven); options in ARGS="..."
-	@$(BIN)/pytest $(REAL) tests/integration $(ARGS)
+	@$(BIN)/pytest $(REAL) tests/integration/test_pages.py tests/integration $(ARGS)
 
 test-engines: $(READY_ENGINES) $(READY_GATEWAY) ## run the tests on real vLLM, Envoy, Kafka and Redis; options in ARGS="..."
 	@$(VENV_ENGINES)/bin/pytest $(REAL) tests/engines $(ARGS)
