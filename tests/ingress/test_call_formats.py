@@ -32,6 +32,7 @@ from tests.ingress.golden_calls import (
     MARKS,
     SCHEMA,
     THOUGHT,
+    TIME,
     TOOLS,
     Golden,
     write_marked_model,
@@ -143,6 +144,7 @@ def test_forced_calls_in_each_format(golden: Golden) -> None:
         ("qwen3_coder", "<function=time>\n</function>\nDone.", [{}], "Done."),
         ("glm45", "<tool_call>time<arg_key>a</arg_key><arg_value></arg_value></tool_call>", [{"a": ""}], ""),
         ("glm45", "<tool_call>two words</tool_call>", [], None),
+        ("hermes", f"A\n<tool_call>{TIME}</tool_call>\nB", [{}], "A\nB"),
         ("minimax_m2", "<minimax:tool_call><invoke name='time'></invoke><invoke name=time></invoke>", [{}, {}], ""),
         (
             "kimi_k2",
@@ -155,6 +157,14 @@ def test_forced_calls_in_each_format(golden: Golden) -> None:
             "gemma4",
             '<|tool_call>call:time{a:-1.5,<|"|>b<|"|>:x y,c:{},d:[]}<tool_call|>',
             [{"a": -1.5, "b": "x y", "c": {}, "d": []}],
+            "",
+        ),
+        (
+            "deepseek_v32",
+            '<｜DSML｜function_calls><｜DSML｜invoke name="get_weather"><｜DSML｜parameter name="days" string="true">3'
+            '</｜DSML｜parameter><｜DSML｜parameter name="x" string="false">3</｜DSML｜parameter><｜DSML｜parameter '
+            'name="metric">true</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>',
+            [{"days": "3", "x": 3, "metric": True}],
             "",
         ),
         # Python: only literals by keyword, of functions of the request
@@ -206,10 +216,11 @@ def test_invalid_and_incomplete_calls(tool: str, text: str, expected: list[Any],
         ({"const": "1"}, "1", "1"),
         ({"oneOf": [{"type": "integer"}, {"$ref": "#/$defs/self~1me"}]}, "1", 1),
         ({"$ref": "#/$defs/none"}, "1", "1"),
+        ({"$ref": "#/$defs/whole"}, "1", 1),
     ],
 )
 def test_values_have_the_types_of_the_schema(schema: Any, text: str, value: Any) -> None:
-    defs = {"self/me": {"anyOf": [{"$ref": "#/$defs/self~1me"}, {"type": "null"}]}}
+    defs = {"whole": {"type": "integer"}, "self/me": {"anyOf": [{"$ref": "#/$defs/self~1me"}, {"type": "null"}]}}
     parameters: dict[str, Any] = {"properties": {"a": schema}, "$defs": defs}
     choice = ToolSelection((Tool(type="function", function=Function(name="f", parameters=parameters)),), None, True)
     call = f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>"
@@ -230,6 +241,20 @@ def test_strings_are_streamed_and_other_values_once_they_are_complete() -> None:
     ]
     found = [[call.arguments for call in parser.push(piece, []).calls] for piece in pieces]
     assert found == [["{"], ['"city": "Pa'], ["ris"], [], ['", "days": '], [], ["12"]]
+
+
+def test_text_after_a_tag_is_kept_back_only_as_long_as_a_name_may_be() -> None:
+    parser = ParserFactory(MODEL, "mistral", "none").parser(ParseOptions(AUTO), "r")
+    assert parser is not None
+    text = "[TOOL_CALLS]" + "x" * 300
+    assert merge_deltas([parser.push(char, []) for char in text]).content == text
+
+
+def test_structured_output_of_gpt_oss_may_contain_tags() -> None:
+    parser = ParserFactory(MODEL, HARMONY, HARMONY_REASONING).parser(ParseOptions(AUTO, structured=True), "r")
+    assert parser is not None
+    text = '{"a": "<|end|><|channel|>"}'
+    assert merge_deltas([parser.push(text, []), parser.finish()]).content == text
 
 
 def test_cut_arguments_are_returned_as_they_were_written() -> None:
@@ -262,6 +287,7 @@ def test_calls_of_kimi_keep_the_ids_that_the_model_wrote() -> None:
         (" to=functions.time<|channel|>commentary json<|message|>{}", "", "", ["time"]),
         ("<|channel|>commentary to=time<|message|>{}", "", "", ["time"]),
         ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", "1 + 1", "", []),
+        ("<|channel|>commentary to=browser.search code<|message|>{}<|call|>", "{}", "", []),
         ("<|channel|>final<|message|>A<|channel|>final<|message|>B<|end|>", "", "AB", []),
         ("<|channel|>ana", "", "", []),
         ("<|channel|>final<|message|>A<|end|>B", "", "AB", []),

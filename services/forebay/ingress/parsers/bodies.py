@@ -296,7 +296,7 @@ class PythonBody(CallBody):
             elif mark in BRACKETS:
                 if self._opened.pop() != BRACKETS[mark] or not self._opened:
                     return self._complete()
-            elif mark[0] != "\\":
+            else:
                 self._opened.append(mark)
         self._at = max(self._at, len(self.raw) - 2)
         return ""

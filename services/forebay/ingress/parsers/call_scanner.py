@@ -235,5 +235,5 @@ def split_at_tag(text: str, tags: Sequence[str]) -> tuple[str, str, str]:
     if found:
         at, _, tag = min(found)
         return text[:at], tag, text[at + len(tag) :]
-    before, held = min((split_at_overlap(text, tag) for tag in tags), default=(text, ""))
+    before, held = min(split_at_overlap(text, tag) for tag in tags)
     return before, "", held

@@ -144,7 +144,7 @@ class ToolCallParser(ParserStage):
         skipped = (*row.close, *row.end) if self._is_begun else ()
         if row.is_first and not self._in_list:
             skipped = row.end if self._is_begun else (*row.begin, *row.end)
-        tags = [tag for tag in (row.open, *skipped) if tag and tag not in self._lead]
+        tags = [tag for tag in (row.open, *skipped) if tag]
         tag = next((tag for tag in tags if bare.startswith(tag)), "")
         if not bare or (not tag and any(one.startswith(bare) for one in tags)):
             self._held = text
