@@ -1,10 +1,13 @@
 """vLLM's parsers behind the interface of the ingress, which agree with forebay's, and its request parameters."""
 
 import json
+from functools import cache
 from importlib import import_module
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from forebay.events.base import pack_u32
 from forebay.ingress.errors import ApiError
@@ -19,7 +22,7 @@ from forebay.ingress.parsers.deltas import OutputDelta, merge_deltas
 from forebay.ingress.parsers.parsers import call_ids
 from forebay.ingress.parsers.selection import NONE, ParseOptions, ParserFactory, VllmParser
 from forebay.runtime.errors import ConfigError
-from tests.ingress.golden_calls import GOLDEN, Golden, write_marked_model
+from tests.ingress.golden_calls import ARGUMENTS, GOLDEN, Golden, write_marked_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
@@ -142,21 +145,50 @@ PLAIN: JsonObject = {
 }
 
 
-@pytest.mark.parametrize("golden", GOLDEN, ids=[f"{at}-{golden.tool}" for at, golden in enumerate(GOLDEN)])
-def test_golden_responses_have_the_same_parts_in_vllm(model: Model, golden: Golden) -> None:
-    tools = (Tool(type="function", function=Function(name="get_weather", parameters=PLAIN)), *TOOLS)
+GOLDEN_TOOLS = (Tool(type="function", function=Function(name="get_weather", parameters=PLAIN)), *TOOLS)
+
+
+def parsed(model: Model, golden: Golden, *, is_vllm: bool) -> Any:
+    """Return the parts of a golden response. Its prompt opens the reasoning."""
     prompt = "hi <think>" if "</think>" in golden.text else "hi"
     text = golden.text.removeprefix("<think>") if prompt.endswith("<think>") else golden.text
-    reasoning = golden.reasoning or NONE
-    ours = generated(model, ParserFactory(model, golden.tool, reasoning), text, 1, tools, prompt)
-    theirs = [NONE if name == NONE else f"vllm:{name}" for name in (golden.tool, reasoning)]
-    is_json = golden.tool == "llama4_pythonic" and "(" not in text  # vLLM has it as llama4_json
+    prefix = "vllm:" if is_vllm else ""
+    names = [prefix + name if name else NONE for name in (golden.tool, golden.reasoning)]
+    return found(generated(model, factory(model, *names), text, 1, GOLDEN_TOOLS, prompt))
+
+
+@cache
+def factory(model: Model, tool: str, reasoning: str) -> ParserFactory:
+    return ParserFactory(model, tool, reasoning)
+
+
+def differs(golden: Golden) -> bool:
+    # vLLM has the calls of Llama 4 in JSON as llama4_json.
+    is_json = golden.tool == "llama4_pythonic" and "(" not in golden.text
+    return is_json or (golden.tool, golden.reasoning) in DIFFERENCES
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=[f"{at}-{golden.tool}" for at, golden in enumerate(GOLDEN)])
+def test_golden_responses_have_the_same_parts_in_vllm(model: Model, golden: Golden) -> None:
     try:
-        expected = found(generated(model, ParserFactory(model, *theirs), text, 1, tools, prompt))
-        is_equal = found(ours) == expected
+        is_equal = parsed(model, golden, is_vllm=False) == parsed(model, golden, is_vllm=True)
     except (ApiError, ConfigError, ValueError):
         is_equal = False
-    assert is_equal is ((golden.tool, golden.reasoning) not in DIFFERENCES and not is_json)
+    assert is_equal is not differs(golden)
+
+
+CITY = str(ARGUMENTS["city"])
+BITS = st.sampled_from([*"aé\n <>/\"'\\{},:[]1=`()&😀", "null", "true", "word "])
+
+
+@given(st.sampled_from([one for one in GOLDEN if not differs(one)]), st.lists(BITS, max_size=7).map("".join))
+def test_random_arguments_are_the_same_in_vllm(model: Model, golden: Golden, city: str) -> None:
+    text = golden.text
+    for form in (lambda value: json.dumps(value, ensure_ascii=False), repr, str):
+        text = text.replace(form(CITY), form(city)) if text == golden.text else text
+    ours = parsed(model, golden._replace(text=text), is_vllm=False)
+    assert ours[0][0][1]["city"] == city
+    assert ours == parsed(model, golden._replace(text=text), is_vllm=True)
 
 
 PAIRS = [
