@@ -85,6 +85,7 @@ GOLDEN = [
     ),
     Golden("deepseek_v32", "deepseek_v3", dsml("function_calls")),
     Golden("deepseek_v4", "deepseek_v4", dsml("tool_calls")),
+    Golden("deepseek_v41", "deepseek_v41", dsml("calls").replace("｜DSML｜", "｜DSML｜ ")),
     Golden("functiongemma", "", gemma("<start_function_call>", "<end_function_call>", "<escape>"), "", ""),
     Golden(
         "gemma4",

@@ -40,14 +40,6 @@ MINIMAX_TAGS = ParameterTags(
     kept=("</minimax:tool_call>",),
 )
 DSML = "｜DSML｜"
-DSML_TAGS = ParameterTags(
-    begin=f"<{DSML}parameter",
-    key=r'\s*name="(?P<key>.*?)"(?:\s+string="(?P<is_string>.*?)")?\s*',
-    key_end=">",
-    value_end=f"</{DSML}parameter>",
-    end=(f"</{DSML}invoke>",),
-    kept=(f"</{DSML}function_calls>", f"</{DSML}tool_calls>"),
-)
 DEEPSEEK_CLOSE = "<｜tool▁call▁end｜>"
 DEEPSEEK_V31 = CallFormat(
     begin=("<｜tool▁calls▁begin｜>",),
@@ -64,15 +56,24 @@ HERMES = CallFormat(begin=("<tool_call>",), end=("</tool_call>",), has_objects=T
 LLAMA = CallFormat(begin=("<|python_tag|>",), has_objects=True, is_first=True, is_known=True)
 
 
-def _dsml(block: str) -> CallFormat:
+def _dsml(block: str, space: str = "") -> CallFormat:
+    mark = DSML + space
+    tags = ParameterTags(
+        begin=f"<{mark}parameter",
+        key=r'\s*name="(?P<key>.*?)"(?:\s+string="(?P<is_string>.*?)")?\s*',
+        key_end=">",
+        value_end=f"</{mark}parameter>",
+        end=(f"</{mark}invoke>",),
+        kept=(f"</{mark}{block}>",),
+    )
     return CallFormat(
-        begin=(f"<{DSML}{block}>",),
-        end=(f"</{DSML}{block}>",),
-        open=f"<{DSML}invoke name=",
+        begin=(f"<{mark}{block}>",),
+        end=(f"</{mark}{block}>",),
+        open=f"<{mark}invoke name=",
         head=INVOKED,
         head_end=(">",),
-        body=lambda name, schema: ParameterBody(name, DSML_TAGS, schema),
-        tokens=(DSML, *DSML_TAGS.texts),
+        body=lambda name, schema: ParameterBody(name, tags, schema),
+        tokens=(DSML, *tags.texts),
         ends_reasoning=True,
     )
 
@@ -101,6 +102,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
     "deepseek_v31": DEEPSEEK_V31,
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),
+    "deepseek_v41": _dsml("calls", " "),
     "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
     "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
     "glm45": CallFormat(
@@ -191,7 +193,9 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "mistral": ReasoningFormat(("[THINK]",), "[/THINK]"),
     "qwen3": THINK,
 }
-REASONING_ALIASES = dict.fromkeys(("deepseek_v3", "deepseek_v4", "glm45", "glm47", "kimi_k2", "minimax_m2"), "qwen3")
+REASONING_ALIASES = dict.fromkeys(
+    ("deepseek_v3", "deepseek_v4", "deepseek_v41", "glm45", "glm47", "kimi_k2", "minimax_m2"), "qwen3"
+)
 HARMONY, HARMONY_REASONING = "openai", "openai_gptoss"  # one parser for both, which is no row
 
 
@@ -218,6 +222,7 @@ CALL_SIGNATURES = (
     _signature("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
     _signature("deepseek_v32", (DSML, "function_calls"), "deepseek_v32"),
     _signature("deepseek_v4", (DSML,), "deepseek_v4"),
+    _signature("deepseek_v41", (DSML, " calls>")),
     _signature("functiongemma", ("<start_function_call>",)),
     _signature("gemma4", ("<|tool_call>",), "gemma4"),
     _signature("glm45", ("<tool_call>", "<arg_key>"), "glm4_moe glm4_moe_lite glm_moe_dsa"),
