@@ -85,12 +85,12 @@ class HubStub:
         if path in (f"/api/models/{self.model}/revision/{name}" for name in (MAIN, COMMIT)):
             info = {"id": self.model, "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.files]}
             return 200, JSON, json.dumps(info).encode()
-        if path == f"/api/models/{self.model}/tree/{COMMIT}":  # huggingface_hub 2 reads it
+        if path in (f"/api/models/{self.model}/tree/{name}" for name in (MAIN, COMMIT)):  # huggingface_hub 2 reads it
             tree = [{"type": "file", "path": name, "size": len(data), "oid": "0"} for name, data in self.files.items()]
             return 200, JSON, json.dumps(tree).encode()
         if path.startswith(f"/api/models/{self.model}/"):
             return 404, {"X-Error-Code": "RevisionNotFound"}, b""
-        name = path.removeprefix(f"/{self.model}/resolve/{COMMIT}/")
+        name = path.removeprefix(f"/{self.model}/resolve/{COMMIT}/").removeprefix(f"/{self.model}/resolve/{MAIN}/")
         content = self.files.get(name)
         if content is None:
             return 404, {"X-Error-Code": "RepoNotFound"}, b""

@@ -63,7 +63,12 @@ async def answered(
     ("method", "path", "body", "command"),
     [
         ("POST", "/v1/loras", LORA, LOAD),
-        ("POST", "/v1/loras", {"lora_name": "sql", "source": {"uri": "file:///adapters%2Fsql"}}, LOAD),
+        (
+            "POST",
+            "/v1/loras",
+            {"lora_name": "sql", "source": {"uri": "s3://team/sql"}, "lora_digest": "a" * 64},
+            Command(action="load_lora", lora_name="sql", lora_path="s3://team/sql", lora_digest="a" * 64),
+        ),
         ("POST", "/v1/load_lora_adapter", {**LORA, "load_inplace": False}, LOAD),
         ("POST", "/v1/unload_lora_adapter", {"lora_name": "sql", "lora_int_id": 3}, UNLOAD),
         ("DELETE", "/v1/loras/team/sql", None, Command(action="unload_lora", lora_name="team/sql")),

@@ -131,7 +131,7 @@ ADMIN = {
         ("AnyCommandBody", {"action": "pause", "timeout_s": 1}, True),
         ("AnyCommandBody", {"action": "dream"}, False),
         ("LoraBody", {"lora_name": "x", "source": {"uri": "file:///x"}, "lora_int_id": 3}, True),
-        ("LoraBody", {"lora_name": "x", "source": {"uri": "s3://x"}}, False),
+        ("LoraBody", {"lora_name": "x", "source": {"uri": "gs://x"}}, False),
         ("DisaggregationBody", {"model": NAME, "policy": "never"}, True),
         ("DisaggregationBody", {"model": NAME, "policy": "other"}, False),
     ],

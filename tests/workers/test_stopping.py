@@ -17,6 +17,7 @@ from forebay.events.tokens import ResponseEnded, TokensEmitted
 from forebay.events.topics import FLEET
 from forebay.events.work import WorkerCommand
 from forebay.transport.base import Draft
+from forebay.workers.adapter_cache import AdapterCache
 from forebay.workers.engine import EngineError, EngineRefused, Publish
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.runtime import life_cycle as life
@@ -25,6 +26,7 @@ from forebay.workers.runtime.commands import ERROR_CHARS_MAX, WAITING_MAX
 from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.metrics import LIVE_S, Probes, WorkerMetrics
 from forebay.workers.runtime.worker import Worker
+from tests.workers.adapter_files import files, written
 from tests.workers.conftest import GROUP, PARTITION, Scene, engine_config, until
 
 
@@ -130,6 +132,26 @@ async def test_commands_run_in_order_and_have_results(
         ("list", "list_loras", ("x", "y")),
     ]
     assert {(one.worker_id, one.worker_epoch, one.owner_epoch) for one in done} == {("w1", epoch, 0)}
+
+
+@pytest.mark.usefixtures("epoch")
+async def test_adapter_at_a_uri_is_loaded_from_the_cache_and_kept_while_it_is_used(
+    scene: Scene, engine: Fragile, worker: Worker, tmp_path: Path
+) -> None:
+    uris = [written(tmp_path / name, files(name.encode() * 1_000)) for name in "ab"]
+    worker.commands.adapters = AdapterCache(tmp_path / "cache", bytes_max=1_500)
+    done = await obeyed(scene, "load", "load_lora", lora_name="a", lora_path=uris[0])
+    assert done.loras == ("a",)
+    (folder,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert done.lora_digest == folder.name
+    full = await obeyed(scene, "full", "load_lora", lora_name="b", lora_path=uris[1])
+    assert "has no room for" in full.error
+    assert (await obeyed(scene, "list")).loras == ("a",)
+    await obeyed(scene, "unload", "unload_lora", lora_name="a")
+    engine.error = EngineRefused("no free slot")
+    await obeyed(scene, "refused", "load_lora", lora_name="a", lora_path=uris[0])
+    engine.error = None
+    assert (await obeyed(scene, "now", "load_lora", lora_name="b", lora_path=uris[1])).loras == ("b",)
 
 
 @pytest.mark.usefixtures("epoch")

@@ -23,6 +23,8 @@ Action = Literal[
 ]
 LORA_CHANGES: frozenset[Action] = frozenset(("load_lora", "unload_lora"))  # actions that change the loaded adapters
 
+# SHA-256 of the files of an adapter, in hex; empty if unknown. Masked, because it identifies public adapters.
+LoraDigest = Annotated[str, msgspec.Meta(max_length=64), PATH]
 COMMAND_TIMEOUT_US_MAX = 3_600_000_000  # one hour: loading an adapter from a slow disk takes minutes
 
 
@@ -32,14 +34,18 @@ class Command(Part, frozen=True, kw_only=True):
     Attributes:
         action: what the engine does. After `drain` the worker gets no new requests, finishes those it has, and leaves.
         lora_name: adapter to load or unload; empty for other actions.
-        lora_path: directory of the adapter, readable by the worker; empty for other actions.
+        lora_path: directory of the adapter, readable by the worker, or its URI; empty for other actions.
+        lora_digest: digest that the files at the URI must have; empty for any.
         level: level of the action `sleep`: 1 keeps the weights in host memory, 2 discards them.
     """
+
+    ADDED: ClassVar = {"lora_digest": ""}
 
     action: Action
     lora_name: Annotated[str, msgspec.Meta(max_length=256), LORA] = ""
     lora_path: Annotated[str, msgspec.Meta(max_length=4_096), PATH] = ""
     level: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1
+    lora_digest: LoraDigest = ""
 
 
 class BusyThresholds(Part, frozen=True, kw_only=True):

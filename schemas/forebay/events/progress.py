@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from forebay.events.base import Count, Event, Name, Part
-from forebay.events.control import Action
+from forebay.events.control import Action, LoraDigest
 from forebay.events.kv import LowerTier
 from forebay.events.media import Encoded
 from forebay.events.privacy import DROPPED, KEPT, LORA, REQUEST_ID, SystemName
@@ -225,9 +225,11 @@ class CommandDone(CommandReport, tag="progress.command_done", frozen=True, kw_on
 
     Attributes:
         loras: adapters that the worker has loaded now.
+        lora_digest: digest of the files of the adapter that the command loaded from a URI; otherwise empty.
     """
 
     loras: Annotated[tuple[Name, ...], msgspec.Meta(max_length=1_024), LORA] = ()
+    lora_digest: LoraDigest = ""
 
 
 class CommandRefused(CommandReport, tag="progress.command_refused", frozen=True, kw_only=True):

@@ -221,7 +221,9 @@ class EmbeddedGroup:
         if self._card_digest is not None:
             spec = msgspec.structs.replace(spec, card=self._card_digest)
         token = runtime.random_id()
-        return Worker(self._log, self._keeper, spec, engine, token=token, group=self.name, partition=self.partition)
+        worker = Worker(self._log, self._keeper, spec, engine, token=token, group=self.name, partition=self.partition)
+        worker.commands.adapters = self._model.engine.adapters
+        return worker
 
     async def start_owner(self, registry: CollectorRegistry) -> None:
         """Recover the state of the group, and restore the caches of mock engines. All engines must have started."""

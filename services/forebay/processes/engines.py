@@ -6,7 +6,7 @@ A real engine runs in a process of its own, so the packages of the other engines
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ from forebay.ingress.errors import ApiError
 from forebay.ingress.model import Model, word_token_ids
 from forebay.runtime.errors import ConfigError, prefixed
 from forebay.simulate.profiles.profile import MOCKER, Profile, load_profile
+from forebay.workers.adapter_cache import AdapterCache
 from forebay.workers.engine import Engine
 from forebay.workers.engines.adapters import ADAPTERS, MOCK
 from forebay.workers.engines.encode import EncodeEngine, StandInEncoder
@@ -55,6 +56,7 @@ class EngineChoice:
         settings: `model` is the default model directory if no model was named.
         speedup: Speed of a mock engine relative to the modelled GPU.
         profile: Step times and default sizes of a mock engine.
+        adapters: Cache of the adapters that commands name by URIs.
     """
 
     engine: str
@@ -62,6 +64,7 @@ class EngineChoice:
     loras: tuple[str, ...] = ()
     speedup: float = 1.0
     profile: Profile = MOCKER_PROFILE
+    adapters: AdapterCache = field(default_factory=AdapterCache)
 
     @property
     def is_mock(self) -> bool:

@@ -295,6 +295,8 @@ class AttachedWorkers:
                 partition=partition,
                 drain_s=self._drain_s,
             )
+            if not isinstance(self._settings.engine, UpstreamSettings):
+                worker.commands.adapters = self._settings.engine.adapters
             self._register()
             if card is not None:
                 keeping = keep_card(self._log, spec.model, spec.card, folder, lambda: worker.worker_epoch is not None)

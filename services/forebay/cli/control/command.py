@@ -64,7 +64,7 @@ class AdaptersCommand:
         "list"
     )
     lora: Annotated[
-        str, Option(help="Adapter to load as NAME=DIR, a directory as workers see it, or NAME of the one to unload.")
+        str, Option(help="Adapter to load as NAME=DIR, as workers see it, or NAME=URI; NAME of the one to unload.")
     ] = ""
     workers: WorkerOptions
     ingress: IngressOptions
@@ -75,11 +75,12 @@ def run_adapters(options: AdaptersCommand) -> None:
         fail(f"{options.action} requires --lora" if not options.lora else "--lora requires load or unload")
     name, equals, folder = options.lora.partition("=")
     if bool(equals) != (options.action == "load"):
-        fail(f"--lora {options.lora}: expected NAME=DIR to load an adapter, NAME to unload it")
+        fail(f"--lora {options.lora}: expected NAME=DIR or NAME=URI to load an adapter, NAME to unload it")
     if options.action == "list":
         _send("list_loras", options.workers, options.ingress)
     elif options.action == "load":
-        _send("load_lora", options.workers, options.ingress, lora_name=name, lora_path=str(Path(folder).absolute()))
+        place = folder if "://" in folder else str(Path(folder).absolute())
+        _send("load_lora", options.workers, options.ingress, lora_name=name, lora_path=place)
     else:
         _send("unload_lora", options.workers, options.ingress, lora_name=name)
 

@@ -1,6 +1,7 @@
 """Engine options shared by several commands. They are separate from the engines, which --help does not load."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, ClassVar, get_args
 
 from forebay.cli.common.options import Option
@@ -47,6 +48,11 @@ class EngineOptions:
     ] = None
     dp_size: Annotated[int, Option(min=1, max=1024, help="Data-parallel ranks per worker.")] = 1
     lora: LorasOption = None
+    lora_cache: Annotated[
+        Path | None,
+        Option(help="Directory in which adapters at URIs are cached. Default: ~/.cache/forebay/adapters."),
+    ] = None
+    lora_cache_size: Annotated[str, Option(help="Maximum size of the cached adapters, such as 500MB.")] = "32GB"
     kv_bytes_per_token: Annotated[
         int | None, Option(min=1, max=1 << 20, help="Bytes of KV per token. Mock engine only. Default: 256.")
     ] = None

@@ -9,6 +9,7 @@ from typing import Annotated, Any, cast, get_args
 import msgspec
 
 from forebay.cli.common.plain_file import kind_of, read_plain_file
+from forebay.cli.common.times import size
 from forebay.cli.processes.engine_options import EngineOptions
 from forebay.events.control import Role
 from forebay.events.names import unknown_name
@@ -19,6 +20,8 @@ from forebay.processes.names import adapters, names
 from forebay.runtime.errors import ConfigError, install_command, prefixed
 from forebay.simulate.field_descriptions import converted
 from forebay.simulate.profiles.profile import MOCKER, load_profile
+from forebay.workers.adapter_cache import CHUNK_BYTES, RANK_MAX, AdapterCache, base_names, is_uri
+from forebay.workers.engine import EngineRefused
 from forebay.workers.engines.adapters import ADAPTERS, ENGINES, MOCK
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.kv_tiers.settings import TierSettings
@@ -64,15 +67,21 @@ def choose_engine(options: EngineOptions) -> EngineChoice:
         raise ConfigError(f"--kv-store-name requires --engine {' or '.join(SHARING)}, got {options.engine}")
     directory, called = find_model(options.model, options.revision, options.model_name, weights=is_real)
     loras = names("--lora", options.lora)
-    directories = _directories(loras) if is_real else {}
     arguments = {} if options.engine_args is None else _arguments(options.engine_args)
+    cached = AdapterCache(
+        options.lora_cache,
+        bytes_max=size("--lora-cache-size", options.lora_cache_size, CHUNK_BYTES),
+        bases=base_names(called, directory),
+        rank_max=int(arguments.get("max_lora_rank") or RANK_MAX),
+    )
+    directories = _directories(loras, cached) if is_real or any(map(is_uri, loras)) else {}
     with prefixed("--engine-args"):
         mock = MockArguments() if is_real else converted(arguments, MockArguments, "argument")
     settings = EngineSettings(
         model=directory or DEFAULT_MODEL,
         model_name=called,
         role=cast(Role, options.role),
-        loras=directories,
+        loras=directories if is_real else {},
         kv_store_name=options.kv_store_name or "",
         start_s=options.engine_start_s,
         arguments=arguments if is_real else {},
@@ -89,6 +98,7 @@ def choose_engine(options: EngineOptions) -> EngineChoice:
         loras=adapters(tuple(directories) or loras, called),
         speedup=options.speedup or 1.0,
         profile=profile,
+        adapters=cached,
     )
 
 
@@ -150,8 +160,11 @@ def reached_at(choice: EngineChoice, kv_host: str | None, kafka: str) -> EngineC
         raise ConfigError(f"{option}: {error}") from None
 
 
-def _directories(loras: Sequence[str]) -> dict[str, Path]:
-    """Parse NAME=DIR and NAME=ORG/NAME values into adapter directories by name."""
+def _directories(loras: Sequence[str], cached: AdapterCache) -> dict[str, Path]:
+    """Parse NAME=DIR, NAME=URI and NAME=ORG/NAME values into adapter directories by name.
+
+    An adapter at a URI stays in the cache until this process ends.
+    """
     found: dict[str, Path] = {}
     for text in loras:
         name, equals, directory = text.partition("=")
@@ -159,7 +172,13 @@ def _directories(loras: Sequence[str]) -> dict[str, Path]:
             raise ConfigError(f"--lora {text}: expected NAME=DIR, the name and the directory of the adapter")
         if name in found:
             raise ConfigError(f"--lora {text}: the name {name} appears twice")
-        found[name] = directory_of(directory, f"--lora {text}", weights=True)
+        if not is_uri(directory):
+            found[name] = directory_of(directory, f"--lora {text}", weights=True)
+            continue
+        try:
+            found[name] = cached.fetch_now(directory).directory
+        except EngineRefused as refusal:
+            raise ConfigError(f"--lora {text}: {refusal}") from refusal
     return found
 
 

@@ -32,7 +32,10 @@ RevisionOption = Annotated[
 ModelNameOption = Annotated[str, Option(help="Model name in the API. Default: ORG/NAME, or the name of the directory.")]
 LorasOption = Annotated[
     list[str] | None,
-    Option("--lora", help="LoRA adapter, served under its own model name. NAME=DIR with a real engine. Repeatable."),
+    Option(
+        "--lora",
+        help="LoRA adapter, served under its own model name. NAME=DIR or NAME=URI with a real engine. Repeatable.",
+    ),
 ]
 KvEventsOption = Annotated[bool, Option("--kv-events", help="Publish KV cache events.")]
 PoolRoutingOption = Annotated[

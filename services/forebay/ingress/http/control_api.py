@@ -6,7 +6,7 @@ outcome: 200 if all succeeded, 409 if an engine refused, 502 if a worker left, 5
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -43,6 +43,7 @@ OperatorField = Annotated[
 
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
+URI_SCHEMES = ("file://", "hf://", "s3://")  # that workers can load an adapter from
 TIMEOUT_S = 60.0  # long enough to read an adapter from a disk
 TIMEOUT_S_MAX = 3_600.0
 BODY_BYTES_MAX = 1 << 20
@@ -51,6 +52,7 @@ WORKERS_SHOWN = 3
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Level = Annotated[int, Field(ge=1, le=2)]
+LoraPath = Annotated[str, Field(max_length=4_096)]
 
 # HTTP status and error code of each outcome, the worst first.
 STATUSES: tuple[tuple[Literal["timed_out", "left", "refused"], int, str], ...] = (
@@ -89,22 +91,23 @@ class SleepBody(CommandBody):
 
 
 class LoraSource(CheckedBody):
-    """Field `source` of a body that loads a LoRA adapter, as in Dynamo's API: its directory as a `file://` URI."""
+    """Field `source` of a body that loads a LoRA adapter, as in Dynamo's API: its URI."""
 
     path = "source."
 
-    uri: Annotated[str, Field(json_schema_extra={"pattern": "^file:///"})]
+    uri: Annotated[LoraPath, Field(json_schema_extra={"pattern": "^(file|hf|s3)://"})]
 
     @model_validator(mode="after")
     def _check(self) -> "LoraSource":
-        _path_of(self)
+        _require_uri("source.uri", self.uri)
         return self
 
 
 class LoraBody(CommandBody):
-    """Request body with the name of a LoRA adapter and its directory, which each worker must be able to read.
+    """Request body with the name of a LoRA adapter and its place, which each worker must be able to read.
 
-    The directory is given as `lora_path`, as in vLLM, or as `source.uri`, as in Dynamo. It is not needed to unload.
+    The place is a directory or a URI, given as `lora_path`, as in vLLM, or a URI as `source.uri`, as in Dynamo. It is
+    not needed to unload. If `lora_digest` is given, the files at the URI must have this digest.
     """
 
     # If `load_inplace` is true, vLLM replaces a loaded adapter of the same name.
@@ -112,7 +115,8 @@ class LoraBody(CommandBody):
     ignored = frozenset({"lora_int_id"})  # vLLM's number of an adapter
 
     lora_name: Annotated[str, Field(max_length=256)] = ""
-    lora_path: Annotated[str, Field(max_length=4_096)] = ""
+    lora_path: LoraPath = ""
+    lora_digest: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
     source: LoraSource | None = None
 
     def command(self, action: Action) -> Command:
@@ -120,10 +124,12 @@ class LoraBody(CommandBody):
             raise invalid("lora_name is missing; give the name of the adapter", "lora_name")
         if action == "unload_lora":
             return Command(action=action, lora_name=self.lora_name)
-        path = _path_of(self.source) if self.source is not None else self.lora_path
+        path = self.source.uri if self.source is not None else self.lora_path
         if not path:
-            raise invalid("lora_path is missing; give the directory of the adapter", "lora_path")
-        return Command(action=action, lora_name=self.lora_name, lora_path=path)
+            raise invalid("lora_path is missing; give the directory or the URI of the adapter", "lora_path")
+        if "://" in path:
+            _require_uri("lora_path", path)
+        return Command(action=action, lora_name=self.lora_name, lora_path=path, lora_digest=self.lora_digest)
 
 
 class AnyCommandBody(LoraBody):
@@ -265,15 +271,17 @@ def _query(request: Request) -> dict[str, Any]:
     return fields
 
 
-def _path_of(source: LoraSource) -> str:
-    """Return the directory of a `file:` URI. Raises ApiError for any other URI, because workers download nothing."""
+def _require_uri(field: str, uri: str) -> None:
+    """Raise ApiError if workers cannot load an adapter from a URI."""
     try:
-        parts = urlsplit(source.uri)
+        parts = urlsplit(uri)
     except ValueError as error:
-        raise invalid(f"source.uri: {error}", "source.uri") from error
-    if parts.scheme != "file" or parts.netloc not in ("", "localhost") or not parts.path:
-        raise invalid("source.uri must be file:///..., a directory that workers can read", "source.uri")
-    return unquote(parts.path)
+        raise invalid(f"{field}: {error}", field) from error
+    is_here = parts.netloc in ("", "localhost") and parts.path
+    if not uri.startswith(URI_SCHEMES) or not (is_here if parts.scheme == "file" else parts.netloc):
+        raise invalid(
+            f"{field} is {uri[:64]!r}; expected file:///DIRECTORY, hf://ORG/NAME or s3://BUCKET/PREFIX", field
+        )
 
 
 def _error_of(action: Action, outcomes: Sequence[CommandOutcome]) -> ApiError | None:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import msgspec
 
+from forebay.workers.adapter_cache import CONFIG
 from forebay.workers.engine import EngineRefused
-
-CONFIG = "adapter_config.json"
 
 
 class LoraAdapter(msgspec.Struct, frozen=True):

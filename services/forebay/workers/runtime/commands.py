@@ -4,6 +4,9 @@ Theory of operation. Commands run in the order of arrival, so `list_loras` inclu
 earlier command. Each command runs once. If a new owner sends it again, the worker sends the same result again. Loaded
 adapters belong to the engine, and remain loaded when a worker epoch ends. The router selects workers by adapter, so it
 must know them. If an epoch ends during a command, the worker therefore sends the result in its next epoch.
+
+An adapter at a URI is loaded from the cache of this host. It stays in the cache as long as the engine has it, because
+an engine may read it again.
 """
 
 import asyncio
@@ -12,11 +15,14 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from forebay import runtime
 from forebay.events.control import LORA_CHANGES, Command
 from forebay.events.names import NameInvalid, require_adapter
 from forebay.events.work import WorkerCommand
 from forebay.transport.base import Draft
+from forebay.workers.adapter_cache import AdapterCache, CachedAdapter, is_uri
 from forebay.workers.engine import Engine, EngineRefused
 from forebay.workers.runtime.outbox import Outbox
 
@@ -29,7 +35,9 @@ ERROR_CHARS_MAX = 500
 
 @dataclass(slots=True)
 class ReceivedCommand:
-    """A command that the worker has received, and its result: the loaded adapters, and an error if it failed.
+    """A command that the worker has received, and its result.
+
+    The result has the loaded adapters, the digest of the adapter that was loaded from a URI, and an error if it failed.
 
     It must start before `begin_by_s` of the monotonic clock.
     """
@@ -40,13 +48,15 @@ class ReceivedCommand:
     begin_by_s: float
     over: bool = False
     loras: tuple[str, ...] = ()
+    lora_digest: str = ""
     error: str | None = None
 
 
 class CommandRunner:
     """Executes commands on the engine of a worker, and appends their results to the log by `send`.
 
-    No adapter may have the name of the base `model`. `loras` are the names of the loaded adapters.
+    No adapter may have the name of the base `model`. `adapters` is the cache of adapters at URIs. `loras` are the
+    names of the loaded adapters.
     """
 
     def __init__(
@@ -56,6 +66,8 @@ class CommandRunner:
         self._model = model
         self._send = send
         self._drain = drain
+        self.adapters = AdapterCache()
+        self._used: dict[str, CachedAdapter] = {}
         self._outbox: Outbox | None = None
         self._joined = asyncio.Event()
         self._wake = asyncio.Event()
@@ -124,21 +136,43 @@ class CommandRunner:
         """Execute a command. Return the reason for a failure, None on success."""
         if runtime.monotonic_s() > received.begin_by_s:
             return "it timed out while earlier commands were running"
-        action = received.command.action
+        command = received.command
+        action = command.action
         if action == "drain":
             self._drain()
             return None
         try:
             if action == "load_lora":
-                require_adapter(received.command.lora_name, self._model)
-            received.loras = await self._engine.command(received.command)
+                require_adapter(command.lora_name, self._model)
+            if action == "load_lora" and is_uri(command.lora_path):
+                received.loras = await self._load(received)
+            else:
+                received.loras = await self._engine.command(command)
         except (EngineRefused, NameInvalid) as refusal:
             logger.warning("engine command %s failed: %s", action, refusal)
             return str(refusal)[:ERROR_CHARS_MAX] or f"the engine does not support {action}"
         if action in LORA_CHANGES:
             self.loras = received.loras
+            for name in [name for name in self._used if name not in self.loras]:
+                self._used.pop(name).close()
         logger.info("engine command %s done", action)
         return None
+
+    async def _load(self, received: ReceivedCommand) -> tuple[str, ...]:
+        """Load an adapter from the cache. Return the names of the loaded adapters. Raises EngineRefused."""
+        command = received.command
+        adapter = await self.adapters.fetch(command.lora_path, command.lora_digest)
+        try:
+            local = msgspec.structs.replace(command, lora_path=str(adapter.directory))
+            loras = await self._engine.command(local)
+        except BaseException:
+            adapter.close()
+            raise
+        if (earlier := self._used.pop(command.lora_name, None)) is not None:
+            earlier.close()
+        self._used[command.lora_name] = adapter
+        received.lora_digest = adapter.digest
+        return loras
 
     def _end(self, received: ReceivedCommand, error: str | None) -> None:
         received.over, received.error = True, error
@@ -149,6 +183,6 @@ class CommandRunner:
         # A later change may have succeeded meanwhile; the router uses the list of the newest result.
         loras = self.loras if received.command.action in LORA_CHANGES else received.loras
         result = self._outbox.command_result(
-            received.command_id, received.command, received.owner_epoch, loras, received.error
+            received.command_id, received.command, received.owner_epoch, loras, received.error, received.lora_digest
         )
         self._send([result])

@@ -196,7 +196,13 @@ class Outbox:
         return drafts
 
     def command_result(
-        self, command_id: str, command: Command, owner_epoch: int, loras: tuple[str, ...], error: str | None
+        self,
+        command_id: str,
+        command: Command,
+        owner_epoch: int,
+        loras: tuple[str, ...],
+        error: str | None,
+        lora_digest: str = "",
     ) -> Draft:
         """Return the record with the result of a command. `loras` are loaded after it; `error` is None on success."""
         fields: dict[str, Any] = {
@@ -207,8 +213,9 @@ class Outbox:
             "owner_epoch": owner_epoch,
             "at_us": runtime.wall_us(),
         }
-        result = CommandDone(**fields, loras=loras) if error is None else CommandRefused(**fields, error=error)
-        return _draft(PROGRESS, self._partition, result)
+        if error is not None:
+            return _draft(PROGRESS, self._partition, CommandRefused(**fields, error=error))
+        return _draft(PROGRESS, self._partition, CommandDone(**fields, loras=loras, lora_digest=lora_digest))
 
     def _progress(self, kind: type[ProgressEvent], request: WorkRequest, **fields: Any) -> Draft:
         event = kind(
