@@ -83,6 +83,28 @@ async def test_structured_output_needs_a_server_that_enforces_it() -> None:
         json.loads(MODEL.decode(answer.tokens))
 
 
+@pytest.mark.parametrize(
+    ("sampling", "reason"),
+    [
+        ({"seed": 7, "temperature": 1.0}, "enable_deterministic_inference"),
+        ({"stop_token_ids": (5,), "ignore_eos": True}, "stop_token_ids"),
+    ],
+)
+async def test_a_parameter_that_sglang_ignores_is_rejected(sampling: dict[str, Any], reason: str) -> None:
+    async with server_of(flavor="sglang") as server, attached(server) as one:
+        answer = await one.ask(PROMPT, 2, **sampling)
+        assert answer.error is not None and (answer.error.status, answer.error.code) == (400, "unsupported_parameter")
+        assert reason in answer.error.message
+        assert (await one.ask(PROMPT, 2, seed=7, temperature=0.0)).error is None
+    async with server_of(flavor="vllm") as server, attached(server) as one:
+        assert (await one.ask(PROMPT, 2, **sampling)).error is None
+
+
+async def test_a_deterministic_sglang_gets_the_seed() -> None:
+    async with server_of(flavor="sglang", is_deterministic=True) as server, attached(server) as one:
+        assert (await one.ask(PROMPT, 2, seed=7, temperature=1.0)).error is None
+
+
 async def test_a_cut_stream_continues_and_keeps_its_cached_tokens() -> None:
     async with server_of() as server, attached(server) as one:
         expected = await one.ask(PROMPT, 20)

@@ -372,6 +372,8 @@ async def test_calls_end_when_the_engine_dies() -> None:
             await one.until(lambda: False)
         with pytest.raises(EngineRefused, match="the engine died"):
             await waiting
+        with pytest.raises(EngineRefused, match="the engine died"):
+            await one.engine.command(Command(action="pause"))
 
 
 @pytest.mark.slow

@@ -245,7 +245,8 @@ class OpenAiServer:
 
     async def _sglang_info(self, _: Request) -> Response:
         size = self.settings.block_size
-        return JSONResponse({"page_size": size, "max_total_num_tokens": self.engine.blocks * size})
+        info = {"page_size": size, "max_total_num_tokens": self.engine.blocks * size}
+        return JSONResponse(info | {"enable_deterministic_inference": self.settings.is_deterministic})
 
     async def _clear(self, _: Request) -> Response:
         done = self.engine.reset_prefix_cache()

@@ -18,6 +18,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         kv_blocks: KV blocks. With vLLM one of them is never used.
         max_model_len: maximum tokens of a prompt and its response; 0 for the maximum of the model.
         kv_transfer: whether prompts can be computed for, and fetched from, other servers.
+        is_deterministic: whether SGLang runs with deterministic inference.
         prompt_tokens_details: whether `usage` has the number of cached tokens.
     """
 
@@ -32,6 +33,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: bool = False
     kv_transfer: bool = False
     enable_lora: bool = False
+    is_deterministic: bool = False
     prompt_tokens_details: bool = True
 
 

@@ -114,6 +114,7 @@ class EngineProcess:
                     self._apply(batch)
                     publish(batch)
         finally:
+            self._reader = None
             for call in self._calls.values():
                 if not call.done():
                     call.set_exception(EngineRefused("the engine died"))
@@ -190,6 +191,8 @@ class EngineProcess:
             self._writer.write(frame(message))
 
     async def _call(self, name: str, *arguments: Any) -> Any:
+        if self._reader is None:  # nothing reads the reply
+            raise EngineRefused("the engine died")
         number = self._called = self._called + 1
         reply = self._calls[number] = asyncio.get_running_loop().create_future()
         self._send("call", number, name, *arguments)

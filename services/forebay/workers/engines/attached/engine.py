@@ -49,6 +49,7 @@ from forebay.workers.engines.attached.server import MetricsUnreadable, ServerInf
 from forebay.workers.engines.loras import LoraAdapter, Loras
 from forebay.workers.engines.model_engine import CANARY_TOKENS, GeneratedResponse, ModelEngine
 from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.engines.sglang import requests as sglang_requests
 from forebay.workers.engines.tokenizer_check import check_tokenizer
 from forebay.workers.engines.vllm.transfer import PREFILL_SAMPLING, VLLM_LEASE_S
 from forebay.workers.kv_events.resident import ResidentBlocks
@@ -265,6 +266,10 @@ class AttachedEngine(ModelEngine):
         if item.sampling.logprobs is not None and not self._api.returns_logprobs:
             message = f"the server {self._url} returns no log probabilities with token ids; only vLLM does"
             raise AttemptFailed(501, "not_supported", message)
+        if self._is_sglang:
+            arguments = {"enable_deterministic_inference": self._info.is_deterministic}
+            if (reason := sglang_requests.ignored(item.sampling, arguments)) is not None:
+                raise AttemptFailed(400, "unsupported_parameter", reason)
         if item.output_tokens:
             reason = why_not_continued(item.sampling)
             if not reason and not self._api.takes_token_ids:

@@ -129,12 +129,13 @@ class _Tokens(msgspec.Struct):
 class _SglangInfo(msgspec.Struct):
     page_size: Size | None = None
     max_total_num_tokens: Size | None = None
+    enable_deterministic_inference: bool = False
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Properties that a server publishes about itself. `root` is the model's directory or name on the Hugging Face Hub.
 
-    `loras` are the directories of the loaded adapters on the server.
+    `loras` are the directories of the loaded adapters on the server. `is_deterministic` is whether SGLang uses a seed.
     """
 
     kind: ServerKind
@@ -144,6 +145,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int | None = None
     kv_blocks: int | None = None
     loras: Mapping[str, str] = {}
+    is_deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +338,7 @@ class UpstreamServer:
             served = ", ".join(one.id for one in bases)
             raise EngineError(f"the server {self.url} serves {served}, not {name}")
         kind = OWNERS.get(base.owned_by, "openai")
-        block_size, kv_blocks = await self._cache_sizes(kind)
+        block_size, kv_blocks, is_deterministic = await self._settings(kind)
         return ServerInfo(
             kind=kind,
             model=base.id,
@@ -344,6 +346,7 @@ class UpstreamServer:
             context_tokens=base.max_model_len,
             block_size=block_size,
             kv_blocks=kv_blocks,
+            is_deterministic=is_deterministic,
             loras={one.id: one.root or "" for one in models if one.parent in {known.id for known in bases}},
         )
 
@@ -355,11 +358,11 @@ class UpstreamServer:
         except (Rejected, *MALFORMED):
             return None
 
-    async def _cache_sizes(self, kind: ServerKind) -> tuple[int | None, int | None]:
-        """Return tokens per KV block and number of KV blocks, each None if unknown."""
+    async def _settings(self, kind: ServerKind) -> tuple[int | None, int | None, bool]:
+        """Return tokens per KV block and number of KV blocks, each None if unknown, and `is_deterministic`."""
         if kind == "vllm":
             status, body = await self.get("/metrics")
-            return vllm_cache_sizes(body.decode(errors="replace")) if status == 200 else (None, None)
+            return (*(vllm_cache_sizes(body.decode(errors="replace")) if status == 200 else (None, None)), False)
         if kind == "sglang":
             for path in ("/server_info", "/get_server_info"):  # the second name is that of older releases
                 status, body = await self.get(path)
@@ -367,8 +370,9 @@ class UpstreamServer:
                     with contextlib.suppress(*MALFORMED):
                         info = msgspec.json.decode(body, type=_SglangInfo)
                         size, tokens = info.page_size, info.max_total_num_tokens
-                        return size, tokens // size if size and tokens else None
-        return None, None
+                        blocks = tokens // size if size and tokens else None
+                        return size, blocks, info.enable_deterministic_inference
+        return None, None, False
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[ServerEvent]:
