@@ -576,6 +576,18 @@ async def test_echo_begins_with_the_prompt(scene: Scene, stream: bool, as_tokens
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Once upon a time"
 
 
+@pytest.mark.parametrize("stop", [None, "never"])  # without stop strings several tokens become one delta
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_output_tokens_are_returned(scene: Scene, stream: bool, stop: str | None) -> None:
+    body = text(echo=True, return_token_ids=True, stream=stream, stop=stop)
+    pending, name = await started(scene, body, TEXT)
+    scene.reply(name, " a time")
+    response = await pending
+    chunks = events(response)[:-1] if stream else [response.json()]
+    found = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", [])]
+    assert found == scene.model.encode(" a time")
+
+
 async def test_the_kafka_api_sends_the_object_of_http(scene: Scene) -> None:
     body = text(prompt=["a", "b"], stop="river")
     pending = scene.start(TEXT, body)

@@ -119,12 +119,14 @@ class Formatter(ABC):
         response_id: id of the response for the client.
         done: bytes after the last event of a stream that succeeded.
         needs_positions: whether the whole response depends on the deltas of single token positions.
+        needs_tokens: whether the deltas need the ids of their tokens.
         counts_each_event: whether the events of `delta` and `close` get the token counts so far from `with_usage`.
     """
 
     done = b""
     counts_each_event = False
     needs_positions = False
+    needs_tokens = False
 
     def __init__(self, rendering: Rendering, response_id: str) -> None:
         self.rendering = rendering

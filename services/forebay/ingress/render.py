@@ -27,6 +27,7 @@ class CompletionFormatter(Formatter):
         self._names_worker = options.names_worker
         self._includes_usage = options.includes_usage
         self.counts_each_event = options.counts_each_chunk
+        self.needs_tokens = options.returns_tokens
         kind = "chat.completion" if chat else "text_completion"
         self._head = {"id": response_id, "object": kind, "created": rendering.created_s, "model": rendering.model}
         self._chunk_head = dict(self._head, object="chat.completion.chunk" if chat else kind)
@@ -43,9 +44,9 @@ class CompletionFormatter(Formatter):
             opened = self._opened + b"%d," % index
             self._opens[index] = opened + (b'"delta":{"content":' if self._chat else b'"text":')
             opens = opened + b'"delta":{"role":"assistant","content":' if self._chat else self._opens[index]
-        if not (delta.reasoning or delta.calls or delta.logprobs):
+        if not (delta.reasoning or delta.calls or delta.logprobs or delta.token_ids):
             return [StreamEvent(opens + _encode(delta.content) + self._shut)]
-        content: dict[str, Any] = {"text": delta.content}
+        content: dict[str, Any] = {"text": delta.content, **self._tokens(delta)}
         if self._chat:
             fields: dict[str, Any] = {"role": "assistant", "content": ""} if is_first else {}
             if delta.content:
@@ -77,7 +78,7 @@ class CompletionFormatter(Formatter):
         return _encode({**self._head, "choices": listed, "usage": usage_of(usage), **extensions})
 
     def _choice(self, index: int, delta: OutputDelta, reason: str) -> dict[str, Any]:
-        content: dict[str, Any] = {"text": delta.content}
+        content: dict[str, Any] = {"text": delta.content, **self._tokens(delta)}
         if self._chat:
             message: dict[str, Any] = {"role": "assistant", "content": delta.content, "refusal": None}
             message |= _reasoning(delta)
@@ -85,6 +86,9 @@ class CompletionFormatter(Formatter):
                 message |= {"content": delta.content or None, "tool_calls": [_call(call) for call in delta.calls]}
             content = {"message": message}
         return {"index": index, **content, "logprobs": self._logprobs(index, delta), "finish_reason": reason}
+
+    def _tokens(self, delta: OutputDelta) -> dict[str, Any]:
+        return {"token_ids": delta.token_ids} if self.needs_tokens else {}
 
     def _logprobs(self, index: int, delta: OutputDelta) -> dict[str, Any] | None:
         if not delta.logprobs:

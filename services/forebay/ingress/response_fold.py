@@ -201,19 +201,23 @@ class CompletionFold(ResponseFold):
         if composer.is_joinable and not self.stream and not self.formatter.needs_positions:
             choice.position += len(token_ids)
             self.output_tokens += len(token_ids)
-            choice.deltas.append(composer.push(token_ids))
+            choice.deltas.append(self._with_tokens(composer.push(token_ids), token_ids))
             return
         known = len(logprobs)
         for at, token_id in enumerate(token_ids):
             choice.position += 1
             choice.part = 0
             self.output_tokens += 1
-            self._add(index, composer.push([token_id], logprobs[at] if at < known else None))
+            delta = composer.push([token_id], logprobs[at] if at < known else None)
+            self._add(index, self._with_tokens(delta, [token_id]))
             if composer.stop:
                 served = state.served_at(choice.position - 1)
                 info = ServingInfo(self.ids[index], *served[1:], composer.stop)
                 self._close(index, "stop", info)
                 return
+
+    def _with_tokens(self, delta: OutputDelta, token_ids: list[int]) -> OutputDelta:
+        return msgspec.structs.replace(delta, token_ids=tuple(token_ids)) if self.formatter.needs_tokens else delta
 
     def _end(self, state: ResponseState, index: int, ended: ResponseEnded) -> None:
         assert ended.usage is not None, "a response ends with its usage or an error"

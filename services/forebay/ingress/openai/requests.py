@@ -65,7 +65,6 @@ NEUTRAL: Neutral = {
     "request_id": (None,),
     "return_mm_kwargs": (None, False, True),  # vLLM's render endpoints use it
     "return_prompt_text": (None, False),
-    "return_token_ids": (None, False),
     "return_token_offsets": (None, False, True),  # vLLM's render endpoints use it
     "return_tokens_as_token_ids": (None, False),
     "routed_experts_prompt_start": (None, 0),
@@ -94,6 +93,7 @@ CHAT_NEUTRAL: Neutral = {
     "modalities": (None, ["text"]),
     "prediction": (None,),
     "prompt_cache_retention": (None,),
+    "return_token_ids": (None, False),
     "verbosity": (None,),
     "web_search_options": (None,),
 }
@@ -121,11 +121,13 @@ class CompletionOptions(msgspec.Struct, frozen=True, omit_defaults=True):
         includes_usage: whether the last chunk of a stream contains the token counts.
         counts_each_chunk: whether each chunk of a stream contains the token counts so far.
         names_worker: whether the response has the extension `nvext` with the worker ids.
+        returns_tokens: whether the choices of a text completion contain the ids of their output tokens.
     """
 
     includes_usage: bool = False
     counts_each_chunk: bool = False
     names_worker: bool = False
+    returns_tokens: bool = False
 
 
 class StreamOptions(CheckedBody):
@@ -230,8 +232,13 @@ class CompletionBody(RoutedBody, SamplingFields):
                 includes_usage=counts,
                 counts_each_chunk=counts and options is not None and bool(options.continuous_usage_stats),
                 names_worker=self.nvext is not None and WORKER_ID in (self.nvext.extra_fields or ()),
+                returns_tokens=self.returns_tokens,
             )
         )
+
+    @property
+    def returns_tokens(self) -> bool:
+        return False
 
     @property
     def tokens_max(self) -> int | None:
@@ -337,6 +344,7 @@ class TextBody(CompletionBody):
     add_special_tokens: bool | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
+    return_token_ids: bool | None = None
 
     @classmethod
     def describe(cls, schema: dict[str, Any]) -> None:
@@ -356,6 +364,10 @@ class TextBody(CompletionBody):
             text = f"{of} exceed the limit of {CHOICES_MAX:,} choices; send fewer prompts"
             raise invalid(text, "n")
         return self
+
+    @property
+    def returns_tokens(self) -> bool:
+        return bool(self.return_token_ids)
 
     @property
     def prompts(self) -> list[str | list[int]]:

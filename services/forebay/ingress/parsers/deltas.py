@@ -39,15 +39,19 @@ class DecodedLogprob(msgspec.Struct, frozen=True):
 
 
 class OutputDelta(msgspec.Struct, frozen=True):
-    """Next part of a response. Falsy when all fields are empty. `content` excludes reasoning and tool calls."""
+    """Next part of a response. Falsy when all fields are empty. `content` excludes reasoning and tool calls.
+
+    `token_ids` are the output tokens, if the format of the response contains them.
+    """
 
     content: str = ""
     reasoning: str = ""
     calls: tuple[ToolCallDelta, ...] = ()
     logprobs: tuple[DecodedLogprob, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.calls or self.logprobs)
+        return bool(self.content or self.reasoning or self.calls or self.logprobs or self.token_ids)
 
 
 EMPTY_DELTA = OutputDelta()
@@ -76,6 +80,7 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
         reasoning="".join([delta.reasoning for delta in deltas]),
         calls=tuple(_joined(calls[index]) for index in sorted(calls)),
         logprobs=tuple(one for delta in deltas for one in delta.logprobs),
+        token_ids=tuple(one for delta in deltas for one in delta.token_ids),
     )
 
 
