@@ -8,13 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import openai
 import pytest
 from playwright.sync_api import Browser, expect
 from pydantic import BaseModel
 
+from forebay.ingress.kserve.messages import CLASSES, SERVICE
+from tests.cli.in_process import forebay
 from tests.cli.up import ADMIN_TOKEN, Up, running
+from tests.cli.up import forebay as process
 from tests.harness.browser import Opened, visited
+from tests.harness.local import free_ports
 
 pytestmark = pytest.mark.timeout(180)
 MODEL = "forebay-default"
@@ -278,3 +283,20 @@ def test_the_docs_list_the_api_and_send_requests(up: Up, browser: Browser, prefi
             path.replace("\u200b", "") for path in operations(found)
         }
         require_own_requests(found, up)
+
+
+def test_the_kserve_api_is_served_beside_http(tmp_path: Path) -> None:
+    log, port = str(tmp_path / "log.db"), free_ports(1)
+    with running("--log", log, "--grpc-port", str(port)) as up, grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        assert f"KServe API by gRPC on 127.0.0.1:{port}\n" in up.banner()
+        taken = process("up", "--port", str(free_ports(1)), "--grpc-port", str(port))
+        assert taken.returncode == 2
+        # Found before any engine starts, so with the name of the process.
+        assert re.search(r"in use by process \d+, .*; choose another --grpc-port", taken.stderr), taken.stderr
+        request, response = CLASSES["ModelInferRequest"], CLASSES["ModelInferResponse"]
+        infer = channel.unary_unary(f"/{SERVICE}/ModelInfer", request.SerializeToString, response.FromString)
+        contents = {"bytes_contents": [b"Hello"]}
+        prompt = {"name": "text_input", "datatype": "BYTES", "shape": [1], "contents": contents}
+        answer = infer(request(model_name=MODEL, inputs=[prompt]), timeout=30)
+        explained = forebay("explain", log, answer.id)
+    assert f"model {MODEL}, 3 prompt tokens" in explained.stdout, explained.stderr

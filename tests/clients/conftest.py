@@ -19,6 +19,7 @@ FOREBAY = ROOT / ".venv" / "bin" / "forebay"
 PORTS = range(19_400, 19_900)
 POLL_S = 0.05
 KEY = "key-of-tests"
+GRPC: list[int] = []  # the port of the KServe API
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +27,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Yield the URL of a system, which requires the API key that clients find in the environment."""
     folder = tmp_path_factory.mktemp("up")
     port = _free_port()
-    command = [str(FOREBAY), "up", "--workers", "2", "--speedup", "50", "--port", str(port)]
+    GRPC.append(_free_port(port + 1))
+    command = [str(FOREBAY), "up", "--workers", "2", "--speedup", "50"]
+    command += ["--port", str(port), "--grpc-port", str(GRPC[0])]
     with (folder / "up.log").open("wb") as log:
         environment = {**os.environ, "FOREBAY_API_KEY": KEY}
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -47,8 +50,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process.wait()
 
 
-def _free_port() -> int:
-    for port in PORTS:
+@pytest.fixture(scope="session")
+def grpc_address(url: str) -> str:
+    del url
+    return f"127.0.0.1:{GRPC[0]}"
+
+
+def _free_port(first: int = PORTS.start) -> int:
+    for port in range(first, PORTS.stop):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)):
                 return port

@@ -1,23 +1,18 @@
 """Messages of Envoy's external processor (`envoy.service.ext_proc.v3`), with the fields that the picker uses.
 
-The package `xds-protos` has all of them, but it overwrites files of other packages. Only the numbers of fields and
-their types are on the wire, so the names of these messages may differ. Fields that are missing here are skipped.
+The package `xds-protos` has all of them, but it overwrites files of other packages.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from google.protobuf.descriptor_pb2 import FieldDescriptorProto as Field
-from google.protobuf.descriptor_pb2 import FileDescriptorProto
-from google.protobuf.descriptor_pool import DescriptorPool
-from google.protobuf.message_factory import GetMessageClass
+from forebay.runtime.protobuf import Fields, message_classes
 
 METHOD = "envoy.service.ext_proc.v3.ExternalProcessor", "Process"
 FULL_DUPLEX = 4  # `ProcessingMode.BodySendMode`
 OVERWRITE = 2  # `HeaderValueOption.HeaderAppendAction`
 
-# Number and type of each field. A type in a list is repeated. Maps are repeated entries.
-_FIELDS: Mapping[str, Mapping[str, tuple[int, Any]]] = {
+_FIELDS: Fields = {
     "Value": {"string_value": (3, str), "struct_value": (5, "Struct"), "list_value": (6, "List")},
     "List": {"values": (1, ["Value"])},
     "Struct": {"fields": (1, ["Entry"])},
@@ -64,27 +59,8 @@ _FIELDS: Mapping[str, Mapping[str, tuple[int, Any]]] = {
         "dynamic_metadata": (8, "Struct"),
     },
 }
-_SCALARS = {str: Field.TYPE_STRING, bytes: Field.TYPE_BYTES, bool: Field.TYPE_BOOL, int: Field.TYPE_INT32}
 
-
-def _classes(package: str) -> dict[str, Any]:
-    file = FileDescriptorProto(name=f"{package}.proto", package=package, syntax="proto3")
-    for name, fields in _FIELDS.items():
-        message = file.message_type.add(name=name)
-        for field, (number, kind) in fields.items():
-            label = Field.LABEL_REPEATED if isinstance(kind, list) else Field.LABEL_OPTIONAL
-            one = kind[0] if isinstance(kind, list) else kind
-            added = message.field.add(name=field, number=number, label=label)
-            if isinstance(one, str):
-                added.type, added.type_name = Field.TYPE_MESSAGE, f".{package}.{one}"
-            else:
-                added.type = _SCALARS[one]
-    pool = DescriptorPool()  # of its own, because other packages may register Envoy's messages
-    pool.Add(file)
-    return {name: GetMessageClass(pool.FindMessageTypeByName(f"{package}.{name}")) for name in _FIELDS}
-
-
-_CLASSES = _classes("forebay.picker")
+_CLASSES = message_classes("forebay.picker", _FIELDS)
 ProcessingRequest: Any = _CLASSES["ProcessingRequest"]
 ProcessingResponse: Any = _CLASSES["ProcessingResponse"]
 

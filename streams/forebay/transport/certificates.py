@@ -34,16 +34,23 @@ class ReloadedTls(ssl.SSLContext):
         self._current = load()
 
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
-        version = self._version()
-        if version != self._read:
-            self._read = version
-            try:
-                self._current = self._load()
-                logger.info("read the certificates again: %s", ", ".join(map(str, self._files)))
-            except ConfigError as error:
-                self._on_unusable()
-                logger.warning("%s; the previous certificates stay in use", error)
+        self.refresh()
         return self._current.wrap_bio(*args, **kwargs)
+
+    def refresh(self) -> bool:
+        """Read the files if they have changed. Return whether they can be used and have changed."""
+        version = self._version()
+        if version == self._read:
+            return False
+        self._read = version
+        try:
+            self._current = self._load()
+        except ConfigError as error:
+            self._on_unusable()
+            logger.warning("%s; the previous certificates stay in use", error)
+            return False
+        logger.info("read the certificates again: %s", ", ".join(map(str, self._files)))
+        return True
 
     def _version(self) -> list[tuple[int, ...]]:
         """Return what identifies the files now; empty if one is missing. Renaming changes no time except `ctime`."""

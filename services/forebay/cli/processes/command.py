@@ -20,6 +20,7 @@ from forebay.cli.common.credentials import (
     api_keys,
     required_token,
 )
+from forebay.cli.common.extras import require_extra
 from forebay.cli.common.logs import AccessLogOption, LoggingOptions
 from forebay.cli.common.options import Argument, Option
 from forebay.cli.policies.allowed import AllowPolicyOption
@@ -171,6 +172,10 @@ class HttpOptions:
     ssl_keyfile: Annotated[
         Path | None, Option(help="Private key of the certificate. Default: the key in --ssl-certfile.")
     ] = None
+    grpc_port: Annotated[
+        int | None,
+        Option(min=1, max=65535, help="Serve the KServe API by gRPC on this port. Requires the extra `kserve`."),
+    ] = None
     cors_allow_origin: Annotated[
         list[str] | None,
         Option(
@@ -241,12 +246,15 @@ class HttpOptions:
 
         if self.ssl_certfile is None and self.ssl_keyfile is not None:
             raise ConfigError("--ssl-keyfile requires --ssl-certfile")
+        if self.grpc_port is not None:
+            require_extra("kserve", "--grpc-port", "grpc", "google.protobuf")
         return Endpoint(
             host=host,
             port=port,
             allow_hosts=tuple(self.allow_host or ()),
             allow_anonymous=self.allow_anonymous,
             tls=None if self.ssl_certfile is None else TlsFiles(self.ssl_certfile, self.ssl_keyfile),
+            grpc_port=self.grpc_port,
         )
 
 

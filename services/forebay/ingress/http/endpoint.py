@@ -60,7 +60,7 @@ def _reject_encrypted() -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Address at which an ingress serves HTTP.
+    """Address at which an ingress serves HTTP, and the KServe API at `grpc_port` unless that is None.
 
     Attributes:
         allow_hosts: names accepted in the header `Host`, in addition to the names of a loopback address.
@@ -72,6 +72,7 @@ class Endpoint:
     allow_hosts: tuple[str, ...] = ()
     allow_anonymous: bool = False
     tls: TlsFiles | None = None
+    grpc_port: int | None = None
 
     @property
     def scheme(self) -> str:
