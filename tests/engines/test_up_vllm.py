@@ -25,7 +25,7 @@ from tests.harness.processes import still_running
 
 STARTED_WITHIN_S = 240.0  # two vLLM side by side on two cores
 TOKENS = 900  # takes seconds, so that an engine can be killed meanwhile
-GRID = ("--isl", "64,128,2048", "--context", "128", "--concurrency", "1,2", "--output-tokens", "16", "--repeats", "1")
+GRID = ("--isl", "64,128,2048", "--context", "320", "--concurrency", "1,2", "--output-tokens", "200", "--repeats", "1")
 PROMPT = [100 + number * 7 % 200 for number in range(2 * BLOCK + 9)]
 
 pytestmark = pytest.mark.timeout(600)
