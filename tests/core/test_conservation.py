@@ -335,6 +335,7 @@ def eventful_world() -> World:
     drive("control", commanded("c1", "load_lora", lora_name="x", nonce=5))
     drive("progress", obeyed("c1", "a", drive.epoch("a"), "load_lora", "x"))
     drive("control", commanded("c2", worker_ids=("nobody",)))
+    drive("control", commanded("c3", "load_lora", "x", lora_path="hf://o/x", placement="auto"))
     disaggregate(drive)
     choose_pools(drive)
     drive("control", PolicySet(model="z", pool="z-a", mode="round-robin"))

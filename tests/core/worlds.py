@@ -239,7 +239,8 @@ def query(name: str, blocks: Iterable[int] = (), **changes: Any) -> RouteQueried
 
 
 def commanded(name: str, action: Any = "clear_kv_blocks", lora_name: str = "", **changes: Any) -> WorkerCommanded:
-    command = Command(action=action, lora_name=lora_name)
+    of_adapter = {key: changes.pop(key) for key in ("lora_path", "lora_digest", "placement") if key in changes}
+    command = Command(action=action, lora_name=lora_name, **of_adapter)
     fields: dict[str, Any] = {"model": "m", "reply_slot": 1, "timeout_us": 1_000_000, **changes}
     return WorkerCommanded(command_id=name, command=command, **fields)
 

@@ -291,6 +291,8 @@ COMMANDS = [
     ("/v1/loras", {"lora_name": "x", "source": {"uri": "s3:///x"}}, "source.uri", INVALID),
     ("/v1/loras", {"lora_name": "x", "lora_path": "gs://bucket/x"}, "lora_path", INVALID),
     ("/v1/loras", {**LORA, "lora_digest": "abc"}, "lora_digest", INVALID),
+    ("/v1/loras", {**LORA, "placement": "here"}, "placement", INVALID),
+    ("/v1/loras", {**LORA, "placement": "auto", "worker_ids": ["a"]}, "placement", INVALID),
     ("/v1/loras", {"lora_name": "x", "source": {"uri": "file://host/x"}}, "source.uri", INVALID),
     ("/v1/loras", {"lora_name": "x", "source": {"uri": "file://[/x"}}, "source.uri", INVALID),
     ("/v1/loras", {"lora_name": "x", "source": {"url": "/"}}, "source.uri", INVALID),

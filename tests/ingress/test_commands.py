@@ -69,6 +69,12 @@ async def answered(
             {"lora_name": "sql", "source": {"uri": "s3://team/sql"}, "lora_digest": "a" * 64},
             Command(action="load_lora", lora_name="sql", lora_path="s3://team/sql", lora_digest="a" * 64),
         ),
+        (
+            "POST",
+            "/v1/loras",
+            {**LORA, "placement": "auto"},
+            Command(action="load_lora", lora_name="sql", lora_path="/adapters/sql", placement="auto"),
+        ),
         ("POST", "/v1/load_lora_adapter", {**LORA, "load_inplace": False}, LOAD),
         ("POST", "/v1/unload_lora_adapter", {"lora_name": "sql", "lora_int_id": 3}, UNLOAD),
         ("DELETE", "/v1/loras/team/sql", None, Command(action="unload_lora", lora_name="team/sql")),
@@ -93,6 +99,7 @@ async def test_every_route_sends_its_command(scene: Scene, method: str, path: st
     assert event.timeout_us == 60_000_000
     reply = response.json()
     assert response.status_code == 200, reply
+    assert reply.pop("placed", []) == []
     loras = reply.pop("loras", None)
     assert loras == ({"sql": ["w1"]} if command.action == "list_loras" else None)
     assert reply == {
@@ -217,6 +224,7 @@ class Workers:
         self.loras: dict[str, tuple[str, ...]] = {"w1": ()}
         self.late: set[str] = set()
         self.error: ResponseError | None = None
+        self.placed: tuple[str, ...] = ()
         self.listed = 0
 
     def commanded(self, action: Any, name: str = "sql") -> None:
@@ -243,7 +251,9 @@ class Workers:
             outcomes = tuple(
                 late(name) if name in self.late else outcome(name, loras=loras) for name, loras in self.loras.items()
             )
-            reported = CommandResponse(command_id=event.command_id, owner_epoch=1, outcomes=outcomes, error=self.error)
+            reported = CommandResponse(
+                command_id=event.command_id, owner_epoch=1, outcomes=outcomes, error=self.error, placed=self.placed
+            )
             self.scene.send(reported)
 
     async def served(self) -> list[str]:
@@ -292,6 +302,13 @@ async def test_an_adapter_loaded_through_another_ingress_is_served_as_a_model(wo
     workers.commanded("unload_lora")
     assert error(await scene.client.post(TEXT, json=text(model="sql"))) == (404, "model_not_found")
     assert workers.listed == 2
+
+
+async def test_adapter_of_the_catalog_is_served_before_a_worker_has_it(workers: Workers, scene: Scene) -> None:
+    workers.loras, workers.placed = {"w1": ("legal",)}, ("sql", "legal")
+    workers.commanded("load_lora")
+    assert await workers.served() == ["legal", "sql"]
+    assert (await scene.client.get("/v1/loras")).json()["placed"] == ["sql", "legal"]
 
 
 async def test_adapters_follow_joining_and_leaving_workers(workers: Workers) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
@@ -16,6 +17,7 @@ from forebay.events.codec import decode, encode
 from forebay.events.control import Command, PoolConfigured, RouterConfig, WorkerCommanded
 from forebay.events.decisions import (
     AbortReason,
+    AdapterPlaced,
     CacheResyncRequested,
     CommandEnded,
     CommandRefusal,
@@ -44,9 +46,11 @@ from forebay.live.owner.metrics import OwnerMetrics
 from forebay.live.owner.owner import Owner, steady_clock
 from forebay.transport.base import Draft
 from forebay.transport.sqlite.log import SqliteLog
+from forebay.workers.adapter_cache import AdapterCache
 from tests.harness.faulty_log import Crashed, FaultyLog
 from tests.live.shared import SteppedSystem, admit, background, flush, proven, samples
 from tests.system import BLOCK, MODEL, SLOT, System, settings, submitted, until
+from tests.workers.adapter_files import files, written
 
 WORK = work_topic("default")
 PROMPT = list(range(12))
@@ -60,7 +64,7 @@ class EffectsSystem(SteppedSystem):
         return self.events(WORK, WorkItem, slot)
 
     def command(self, name: str, action: Any = "clear_kv_blocks", **changes: Any) -> None:
-        lora = {key: changes.pop(key) for key in ("lora_name", "lora_path") if key in changes}
+        lora = {key: changes.pop(key) for key in ("lora_name", "lora_path", "placement") if key in changes}
         fields: dict[str, Any] = {
             "command_id": name,
             "model": MODEL,
@@ -467,6 +471,38 @@ async def test_an_engine_refusal_does_not_stop_other_commands(system: EffectsSys
         await system.serve("r", PROMPT)
     (outcome,) = system.responses("load")[0].outcomes
     assert (outcome.status, outcome.message) == ("refused", refused.error)
+
+
+async def test_owner_loads_the_adapters_of_requests(log: SqliteLog, system: EffectsSystem, tmp_path: Path) -> None:
+    async with system.started(1), system.owned(fleet=1) as owner:
+        for worker in system.workers.values():
+            worker.commands.adapters = AdapterCache(tmp_path / "cache")
+        for name in ("x", "y"):
+            path = written(tmp_path / name, files(name.encode()))
+            system.command(f"add-{name}", "load_lora", lora_name=name, lora_path=path, placement="auto")
+        await until(lambda: system.responses("add-x") and system.responses("add-y"))
+        for name in ("x", "y", "x"):
+            await system.serve(f"r-{name}-{len(system.decisions(RequestRouted))}", PROMPT, lora_name=name)
+        metrics = samples(owner)
+    assert [one.lora_name for one in system.decisions(AdapterPlaced)] == ["x", "y"]
+    assert metrics["forebay_owner_adapters_total", "loaded"] == 2
+    done = [one for one in system.events(PROGRESS, CommandDone) if one.lora_digest]
+    assert [one.loras for one in done] == [("x",), ("x", "y")]
+    await proven(log)
+
+
+async def test_new_owner_sends_a_load_again(system: EffectsSystem) -> None:
+    system.join("w0", max_loras=2)
+    async with system.owned(fleet=1):
+        system.command("add", "load_lora", lora_name="x", lora_path="s3://b/x", placement="auto")
+        await until(lambda: system.responses("add"))
+        system.send(submitted("r", PROMPT, lora_name="x"))
+        await until(system.sent)
+    async with system.owned(fleet=1):
+        await until(lambda: len(system.sent()) == 2)
+    first, again = system.sent()
+    assert (first.command_id, first.command) == (again.command_id, again.command)
+    assert again.owner_epoch > first.owner_epoch
 
 
 # Shared stores: hints to workers, a store that survives everybody, and metrics

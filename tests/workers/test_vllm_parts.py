@@ -28,7 +28,7 @@ from forebay.events.tokens import TokenLogprob, TopLogprob
 from forebay.workers.engine import AttemptFailed, CacheChange, Cleared, EngineError, EngineRefused
 from forebay.workers.engines import free_ports, model_engine
 from forebay.workers.engines.encode import MediaUnusable
-from forebay.workers.engines.loras import Loras
+from forebay.workers.engines.loras import LoraAdapter, Loras
 from forebay.workers.engines.model_engine import PrefixedMetrics, check_model
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.sglang.requests import structured_argument
@@ -228,7 +228,7 @@ def test_an_adapter_that_the_engine_does_not_unload_stays(tmp_path: Path) -> Non
     assert loras.loaded == {"a": adapter}, "refused, nothing changed"
     with loras.removing("a"):
         pass
-    assert loras.is_reused("a")
+    assert loras.is_reused(LoraAdapter("a", 3, "/other"))
     again = loras.offered("a", str(directory))
     assert again is not None and again.number > adapter.number
 

@@ -36,16 +36,19 @@ class Command(Part, frozen=True, kw_only=True):
         lora_name: adapter to load or unload; empty for other actions.
         lora_path: directory of the adapter, readable by the worker, or its URI; empty for other actions.
         lora_digest: digest that the files at the URI must have; empty for any.
+        placement: `workers`: the named workers get the command, or all. `auto`: the owner adds the adapter to its
+            catalog, and loads it where requests need it.
         level: level of the action `sleep`: 1 keeps the weights in host memory, 2 discards them.
     """
 
-    ADDED: ClassVar = {"lora_digest": ""}
+    ADDED: ClassVar = {"lora_digest": "", "placement": "workers"}
 
     action: Action
     lora_name: Annotated[str, msgspec.Meta(max_length=256), LORA] = ""
     lora_path: Annotated[str, msgspec.Meta(max_length=4_096), PATH] = ""
     level: Annotated[int, msgspec.Meta(ge=1, le=2)] = 1
     lora_digest: LoraDigest = ""
+    placement: Literal["workers", "auto"] = "workers"
 
 
 class BusyThresholds(Part, frozen=True, kw_only=True):

@@ -257,6 +257,7 @@ AbortReason = Literal[
     "worker_refused",
     "pinned_worker_lost",
     "ingress_lost",
+    "adapter_failed",
 ]
 
 
@@ -414,6 +415,8 @@ CommandRefusal = Literal[
     "worker_not_ready",
     "too_many_commands",
     "duplicate_id",
+    "adapter_exists",
+    "too_many_adapters",
 ]
 
 
@@ -457,6 +460,7 @@ class CommandEnded(Decision, tag="command.ended", frozen=True, kw_only=True):
 
     Attributes:
         outcomes: outcome at each worker.
+        placed: adapters of the owner's catalog, if the command lists adapters.
     """
 
     command_id: Annotated[Name, REQUEST_ID]
@@ -464,6 +468,31 @@ class CommandEnded(Decision, tag="command.ended", frozen=True, kw_only=True):
     action: Action
     outcomes: tuple[CommandOutcome, ...]
     reply_key: Annotated[Count, NONCE] = 0
+    placed: Annotated[tuple[Name, ...], LORA] = ()
+
+
+class AdapterPlaced(Decision, tag="adapter.placed", frozen=True, kw_only=True):
+    """The owner loads an adapter of its catalog on a worker, because requests wait for it.
+
+    Attributes:
+        command_id: id of the command that loads the adapter.
+        target: worker that loads the adapter.
+        reason: `missing`: no ready worker has the adapter. `waiting`: too many requests wait for the workers that have
+            it.
+        waiting: requests that wait for the adapter.
+        unloaded: adapter that the worker unloads first, because all its slots are taken; empty for none.
+        candidates: number of ranks that could load the adapter.
+        terms: cost of the first waiting request on the selected rank.
+    """
+
+    command_id: Annotated[Name, KEPT]
+    lora_name: Annotated[Name, LORA]
+    target: CommandTarget
+    reason: Literal["missing", "waiting"]
+    waiting: Count
+    terms: CostTerms
+    unloaded: Annotated[str, msgspec.Meta(max_length=256), LORA] = ""
+    candidates: Count = 0
 
 
 class _Snapshot(Decision, frozen=True, kw_only=True):
@@ -535,6 +564,7 @@ JournalRecord = (
     | CacheResyncRequested
     | CommandSent
     | CommandEnded
+    | AdapterPlaced
     | SnapshotTaken
     | Sealed
     | Advanced

@@ -40,6 +40,7 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
         kv_store: name of the shared store from which the worker loads blocks; empty if it uses none.
         endpoint: IP address and port of the server that the worker represents, where gateways reach it; empty if only
             the worker can run requests.
+        max_loras: maximum number of loaded adapters; 0 if unknown. The owner then places no adapters on the worker.
     """
 
     worker_id: SystemName
@@ -62,6 +63,7 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
     salts_cache: bool = True
     kv_store: Annotated[str, msgspec.Meta(max_length=256), KEPT] = ""
     endpoint: Annotated[str, msgspec.Meta(max_length=256), KEPT] = ""
+    max_loras: Annotated[int, msgspec.Meta(ge=0, le=1_024)] = 0
 
     @property
     def ranks(self) -> range:

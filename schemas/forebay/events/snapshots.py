@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from forebay.events.base import U64, U64_BYTES, Count, Event, Name, Part, require_packed
-from forebay.events.control import BusyThresholds, Command, DisaggConfig, PoolConfigured
+from forebay.events.control import BusyThresholds, Command, DisaggConfig, LoraDigest, PoolConfigured
 from forebay.events.decisions import CommandOutcome, ConsumedRun, Stage
 from forebay.events.fleet import WorkerSpec
 from forebay.events.keys import Weight as TenantWeight
@@ -26,7 +26,10 @@ from forebay.events.privacy import (
     KEPT,
     LEASE,
     LORA,
+    MODEL,
     NONCE,
+    OUTCOME,
+    PATH,
     REQUEST_HASHES,
     REQUEST_ID,
     SESSION_KEYS,
@@ -482,6 +485,51 @@ class PoolPolicy(Part, frozen=True, kw_only=True):
     configured: SystemName
 
 
+class AdapterHolder(Part, frozen=True, kw_only=True):
+    """Worker that has an adapter of the catalog. Times are on the owner's clock, in microseconds.
+
+    Attributes:
+        loaded_us: when the worker loaded the adapter.
+        used_us: when the worker last got a request for the adapter.
+    """
+
+    worker_id: SystemName
+    loaded_us: int
+    used_us: int
+
+
+class AdapterFailure(Part, frozen=True, kw_only=True):
+    """Worker that could not load an adapter of the catalog.
+
+    Attributes:
+        until_us: when the owner tries the worker again, on its clock in microseconds.
+    """
+
+    worker_id: SystemName
+    until_us: int
+    reason: Annotated[str, OUTCOME] = ""
+
+
+class AdapterState(Part, tag_field="type", tag="adapter_state", frozen=True, kw_only=True):
+    """Adapter of the owner's catalog.
+
+    Attributes:
+        lora_path: URI or directory of the adapter.
+        lora_digest: digest that the next load requires; empty for any.
+        retry_us: when the owner tries again to place the adapter, because it found no worker; 0 if it may try now.
+        holders: workers that have the adapter.
+        failures: workers that could not load the adapter.
+    """
+
+    lora_name: Annotated[Name, LORA]
+    model: Annotated[Name, MODEL]
+    lora_path: Annotated[str, PATH]
+    lora_digest: LoraDigest = ""
+    retry_us: int = 0
+    holders: tuple[AdapterHolder, ...] = ()
+    failures: tuple[AdapterFailure, ...] = ()
+
+
 class WorldState(Part, tag_field="type", tag="world_state", frozen=True, kw_only=True):
     """State of the owner that is in no other part of the snapshot.
 
@@ -540,6 +588,7 @@ Chunk = (
     | QueueTurns
     | Sessions
     | CommandState
+    | AdapterState
     | WorldState
 )
 

@@ -259,6 +259,7 @@ class CommandResponse(Event, tag="tokens.command_told", frozen=True, kw_only=Tru
     Attributes:
         outcomes: outcome at each worker.
         error: why the owner rejected the command; null if the owner sent it.
+        placed: as in `CommandEnded`.
     """
 
     command_id: Name
@@ -267,6 +268,7 @@ class CommandResponse(Event, tag="tokens.command_told", frozen=True, kw_only=Tru
     error: ResponseError | None = None
     group: str = ""
     reply_key: Count = 0
+    placed: tuple[Name, ...] = ()
 
 
 TokenEvent = (

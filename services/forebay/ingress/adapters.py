@@ -107,7 +107,7 @@ class Adapters:
             logger.warning("cannot list the adapters of %s, trying again: %s", self._model, error)
             self._retry_at_s = runtime.monotonic_s() + RETRY_S
             return
-        found = {name for outcome in result.outcomes for name in outcome.loras}
+        found = {name for outcome in result.outcomes for name in outcome.loras}.union(result.placed)
         if any(outcome.status == "timed_out" for outcome in result.outcomes):
             found.update(self._loaded)  # workers that did not respond may still have these adapters
             self._retry_at_s = runtime.monotonic_s() + RETRY_S

@@ -25,7 +25,7 @@ from forebay.workers.engine import Engine
 from forebay.workers.engines.adapters import ADAPTERS, MOCK
 from forebay.workers.engines.encode import EncodeEngine, StandInEncoder
 from forebay.workers.engines.engine_process import engine_process
-from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.engines.mock.engine import MockEngine, MockLoras
 from forebay.workers.engines.mock.kv import KvSettings
 from forebay.workers.engines.mock.outputs import OutputScripts
 from forebay.workers.engines.service_engine import ServiceEngine
@@ -183,6 +183,7 @@ def _mock(choice: EngineChoice, spec: WorkerSpec) -> tuple[Engine, WorkerSpec]:
             interface=_kv_interface(settings),
             speedup=choice.speedup,
         ),
+        loras=MockLoras(settings.max_loras, settings.lora_load_s),
         scripts=scripts,
         tiers=settings.tiers,
     )

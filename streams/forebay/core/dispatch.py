@@ -25,6 +25,7 @@ from forebay.core.state.submitted_request import content_hash, in_pool, request_
 from forebay.core.world import Stamp, World
 from forebay.events.control import PoolConfigured
 from forebay.events.decisions import (
+    AdapterPlaced,
     CacheResyncRequested,
     CommandEnded,
     CommandSent,
@@ -56,6 +57,7 @@ AnyDecision = (
     | CacheResyncRequested
     | CommandSent
     | CommandEnded
+    | AdapterPlaced
 )
 
 
@@ -102,7 +104,11 @@ def submit(world: World, event: RequestSubmitted, offset: int) -> list[AnyDecisi
         plan = with_choices(plan_new(world, pool, request), pools)
     except Ineligible as ineligible:
         return [reject(world, event, ineligible, pools)]
-    return [book(world, request, plan) if isinstance(plan, Plan) else enqueue(world, pool, request, plan)]
+    if isinstance(plan, Plan):
+        return [book(world, request, plan)]
+    if event.lora_name:
+        world.replan()  # the owner may have to load the adapter
+    return [enqueue(world, pool, request, plan)]
 
 
 def query(world: World, event: RouteQueried, stamp: Stamp) -> RouteAnswered:
@@ -185,6 +191,7 @@ def reroute(world: World, requests: list[ActiveRequest]) -> list[AnyDecision]:
         try:
             plan = plan_retry(world, world.pools[request.submitted.pool], request)
         except Ineligible:
+            world.adapters.strand(request)
             continue  # an eligible worker may still join before the deadline
         decided.append(book(world, request, with_choices(plan, () if choice is None else (choice,))))
     return decided

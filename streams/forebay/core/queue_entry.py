@@ -22,4 +22,5 @@ def queued_request(request: ActiveRequest, pool: PoolConfigured) -> QueuedReques
         demand=wanted,
         tenant=request.submitted.tenant,
         weight=request.submitted.weight,
+        lora_name=request.submitted.lora_name,
     )

@@ -14,6 +14,7 @@ import msgspec
 from forebay.core.step import CLOCK, AnyDecision, InputEvent, advance, claim, open_run, step
 from forebay.core.world import World
 from forebay.events.decisions import (
+    AdapterPlaced,
     Advanced,
     CacheResyncRequested,
     CommandEnded,
@@ -105,6 +106,7 @@ class Rederivation:
                 | CacheResyncRequested()
                 | CommandSent()
                 | CommandEnded()
+                | AdapterPlaced()
             ):
                 derived = self.pending.popleft() if self.pending else None
                 return self._compare(offset, record, derived)

@@ -11,6 +11,7 @@ from forebay.core.state.prefix_index import PrefixIndex
 from forebay.core.state.rank_load import kv_blocks_of
 from forebay.core.world import World
 from forebay.events.snapshots import (
+    AdapterState,
     Booking,
     Chunk,
     CommandState,
@@ -82,6 +83,8 @@ def _restore(world: World, index: PrefixIndex | IndexTally, chunks: Iterable[Chu
                 (world.predicted if chunk.predicted else world.routed).restore(chunk)
             case QueueTurns():
                 world.queues.restore(chunk)
+            case AdapterState():
+                world.adapters.put(chunk)
             case Sessions():
                 world.sessions.restore(chunk)
             case _:
@@ -94,6 +97,7 @@ def _restore(world: World, index: PrefixIndex | IndexTally, chunks: Iterable[Chu
         cached = world.index.cached(key)
         assert cached is not None, "the index knows its holders"
         world.load.set_cached(key, *cached)
+    world.strand_waiting()
     for request in world.requests.queued():
         world.queues.push(request.submitted.pool, queued_request(request, world.pools[request.submitted.pool]))
 

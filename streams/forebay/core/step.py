@@ -8,6 +8,7 @@ records. A record that does not decode is applied as None: it keeps its place in
 
 from typing import assert_never
 
+from forebay.core.adapter_placement import place_adapters
 from forebay.core.booking import abort, release_kv
 from forebay.core.dispatch import (
     AnyDecision,
@@ -149,6 +150,7 @@ def replan(world: World) -> list[AnyDecision]:
     if world.commands.closed:
         decided += end_commands(world)
     decided += drain_queues(world)
+    decided += place_adapters(world)
     world.replanning = None
     return decided
 

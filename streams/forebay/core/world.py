@@ -13,6 +13,7 @@ from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies import BUILT_IN, ONLY_BUILT_IN, CustomPolicies, Policy, PolicyMissing
 from forebay.core.state.active_request import ActiveRequest
+from forebay.core.state.adapters import AdapterCatalog
 from forebay.core.state.commands import PendingCommands
 from forebay.core.state.fleet import Fleet, FleetWorker
 from forebay.core.state.load import FleetLoad
@@ -83,6 +84,7 @@ class World:
         self.routed = RoutedIndex()
         self.predicted = RoutedIndex()
         self.commands = PendingCommands()
+        self.adapters = AdapterCatalog()
         self.settings = PoolSettings()
         self.pools = self.settings.pools
         self.view: dict[str, int] = {}
@@ -211,6 +213,11 @@ class World:
                     self.queues.remove(request.submitted.request_id)
                     self.queues.push(event.pool, queued_request(request, event))
 
+    def strand_waiting(self) -> None:
+        """Note which accepted requests wait for an adapter of the catalog, because the catalog has changed."""
+        for request in self.requests.waiting():
+            self.adapters.strand(request)
+
     def roster(self, pool: str) -> Roster:
         roster = self._rosters.get(pool)
         if roster is None:
@@ -225,6 +232,7 @@ class World:
         """Add the ranks of a worker that has joined, with empty caches and without load."""
         worker_id = worker.spec.worker_id
         self.index.use_store(worker_id, worker.spec.kv_store)
+        self.adapters.sync(worker_id, worker.spec.loras, self.now_us)
         for rank in worker.spec.ranks:
             self.index.add_holder(worker_id, rank, worker.worker_epoch)
             self.load.add_rank(worker_id, rank, worker.spec.block_size, kv_blocks_of(worker.spec), self.now_us)
@@ -235,6 +243,7 @@ class World:
         """Remove the ranks and sessions of a lost worker. The caller must have freed its requests."""
         worker_id = worker.spec.worker_id
         self.index.use_store(worker_id, "")
+        self.adapters.sync(worker_id, (), self.now_us)
         for rank in worker.spec.ranks:
             self.index.drop_holder(worker_id, rank)
             self.load.drop_rank(worker_id, rank)
@@ -254,6 +263,7 @@ class World:
         The rank will probably have the prompt cached. If the request has a session, the rank serves it from now on.
         """
         worker_id, rank = candidate.key
+        self.adapters.use(request.lora_name, worker_id, self.now_us)
         if not (router.use_kv_events and candidate.worker.spec.kv_events):
             self._assume(router, worker_id, rank, request.blocks)
         elif router.predicted_ttl_s:
@@ -289,7 +299,7 @@ class World:
 
     def next_due_us(self) -> int | None:
         """Return when the state next changes by time alone, in microseconds on the owner's clock, or None for never."""
-        due = (self.requests.next_due_us(), self.commands.next_due_us(), self.fleet.next_due_us())
+        due = [one.next_due_us() for one in (self.requests, self.commands, self.fleet, self.adapters)]
         return min((one for one in due if one is not None), default=None)
 
     def expire(self) -> None:
@@ -336,7 +346,7 @@ class World:
             self.now_us,
             plain(settings["policies"]),
         )
-        return (rest + self.settings.digest_of_rules()) & U64_MASK
+        return (rest + self.settings.digest_of_rules() + self.adapters.digest()) & U64_MASK
 
     def snapshot(self) -> Iterator[Chunk]:
         """Yield the complete state as snapshot parts. `consumed` must be empty."""
@@ -372,3 +382,4 @@ class World:
         yield from self.routed.snapshot(predicted=False)
         yield from self.predicted.snapshot(predicted=True)
         yield from self.commands.snapshot()
+        yield from self.adapters.snapshot()

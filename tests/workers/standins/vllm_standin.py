@@ -47,7 +47,9 @@ class AsyncLLM:
             cache_config=SimpleNamespace(
                 num_gpu_blocks=blocks * ranks, block_size=block_size, enable_prefix_caching=True
             ),
-            lora_config=arguments.get("enable_lora"),
+            lora_config=SimpleNamespace(max_loras=arguments.get("max_loras", 1))
+            if "enable_lora" in arguments
+            else None,
             kv_transfer_config=None,
         )
         self.block_size = block_size

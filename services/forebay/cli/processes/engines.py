@@ -23,7 +23,7 @@ from forebay.simulate.profiles.profile import MOCKER, load_profile
 from forebay.workers.adapter_cache import CHUNK_BYTES, RANK_MAX, AdapterCache, base_names, is_uri
 from forebay.workers.engine import EngineRefused
 from forebay.workers.engines.adapters import ADAPTERS, ENGINES, MOCK
-from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.engines.settings import LORA_SLOTS, EngineSettings
 from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.kv_transfer.own_address import address_towards, own_address
 from forebay.workers.service import load_service
@@ -44,11 +44,13 @@ class MockArguments(msgspec.Struct, frozen=True):
     """Arguments of the mock engine in `--engine-args`.
 
     `kv_checksum`: whether to verify checksums of received KV. `kv_lease_s`: how long KV is kept that no decode worker
-    fetches.
+    fetches. `max_loras`: number of adapters that an engine has at a time. `lora_load_s`: seconds to load one.
     """
 
     kv_checksum: bool = False
     kv_lease_s: Annotated[float, msgspec.Meta(ge=0.1, le=3_600.0)] = 30.0
+    max_loras: Annotated[int, msgspec.Meta(ge=1, le=1_024)] = LORA_SLOTS
+    lora_load_s: Annotated[float, msgspec.Meta(ge=0.0, le=3_600.0)] = 0.0
 
 
 def choose_engine(options: EngineOptions) -> EngineChoice:
@@ -87,6 +89,8 @@ def choose_engine(options: EngineOptions) -> EngineChoice:
         arguments=arguments if is_real else {},
         kv_checksum=mock.kv_checksum,
         kv_lease_s=mock.kv_lease_s,
+        max_loras=mock.max_loras,
+        lora_load_s=mock.lora_load_s,
         **{name: getattr(options, name) for name in SAME_OPTIONS},
         **kv,
     )

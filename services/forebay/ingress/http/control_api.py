@@ -107,7 +107,8 @@ class LoraBody(CommandBody):
     """Request body with the name of a LoRA adapter and its place, which each worker must be able to read.
 
     The place is a directory or a URI, given as `lora_path`, as in vLLM, or a URI as `source.uri`, as in Dynamo. It is
-    not needed to unload. If `lora_digest` is given, the files at the URI must have this digest.
+    not needed to unload. If `lora_digest` is given, the files at the URI must have this digest. With the `placement`
+    `auto`, the owner loads the adapter where requests need it.
     """
 
     # If `load_inplace` is true, vLLM replaces a loaded adapter of the same name.
@@ -118,6 +119,7 @@ class LoraBody(CommandBody):
     lora_path: LoraPath = ""
     lora_digest: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
     source: LoraSource | None = None
+    placement: Literal["workers", "auto"] = "workers"
 
     def command(self, action: Action) -> Command:
         if not self.lora_name:
@@ -129,7 +131,15 @@ class LoraBody(CommandBody):
             raise invalid("lora_path is missing; give the directory or the URI of the adapter", "lora_path")
         if "://" in path:
             _require_uri("lora_path", path)
-        return Command(action=action, lora_name=self.lora_name, lora_path=path, lora_digest=self.lora_digest)
+        if self.placement == "auto" and (self.worker_ids or self.pool):
+            raise invalid("with placement 'auto' the owner selects workers; omit worker_ids and pool", "placement")
+        return Command(
+            action=action,
+            lora_name=self.lora_name,
+            lora_path=path,
+            lora_digest=self.lora_digest,
+            placement=self.placement,
+        )
 
 
 class AnyCommandBody(LoraBody):
@@ -222,6 +232,7 @@ async def _run(request: Request, models: ServedModels, body: CommandBody, comman
     }
     if command.action == "list_loras":
         content["loras"] = _by_name(result.outcomes)
+        content["placed"] = result.placed
     if error is not None:
         group.metrics.reject(error.code)
         content |= error.body()

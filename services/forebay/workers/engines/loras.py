@@ -16,6 +16,7 @@ class LoraAdapter(msgspec.Struct, frozen=True):
     name: str
     number: int
     directory: str
+    digest: str = ""
 
 
 class Loras:
@@ -34,10 +35,11 @@ class Loras:
         self._past: dict[str, LoraAdapter] = {}  # all adapters ever loaded: their blocks may still be cached
         self._numbers = 0
 
-    def offered(self, name: str, directory: str) -> LoraAdapter | None:
+    def offered(self, name: str, directory: str, digest: str = "") -> LoraAdapter | None:
         """Return the adapter that the engine must load for a command; None if it is already loaded.
 
-        Raises EngineRefused if the directory contains no adapter, or the name is in use for another directory.
+        `digest` is that of the files, if they cannot change. Raises EngineRefused if the directory contains no adapter,
+        or the name is in use for another directory.
         """
         if not name or not directory:
             raise EngineRefused("lora_name and lora_path are both required to load an adapter")
@@ -58,11 +60,13 @@ class Loras:
                 )
             return past
         self._numbers += 1
-        return LoraAdapter(name, self._numbers, directory)
+        return LoraAdapter(name, self._numbers, directory, digest)
 
-    def is_reused(self, name: str) -> bool:
-        """Return whether the KV cache may contain blocks of an earlier adapter with this name."""
-        return name in self._past and not self._keeps_numbers
+    def is_reused(self, adapter: LoraAdapter) -> bool:
+        """Return whether the KV cache may contain blocks of another adapter with the name of this one."""
+        past = self._past.get(adapter.name)
+        is_same = past is not None and adapter.digest and past.digest == adapter.digest
+        return past is not None and not is_same and not self._keeps_numbers
 
     def add(self, adapter: LoraAdapter) -> None:
         self.loaded[adapter.name] = adapter

@@ -564,7 +564,7 @@ class ModelEngine(ABC):
         async with self._commands:
             match command.action:
                 case "load_lora":
-                    await self._load_lora(command.lora_name, command.lora_path)
+                    await self._load_lora(command.lora_name, command.lora_path, command.lora_digest)
                 case "unload_lora":
                     with self._loras.removing(command.lora_name) as adapter:
                         await self._remove_lora(adapter)
@@ -589,13 +589,13 @@ class ModelEngine(ABC):
     async def _load_configured_lora(self, name: str, directory: str) -> None:
         await self._load_lora(name, directory)
 
-    async def _load_lora(self, name: str, directory: str) -> None:
+    async def _load_lora(self, name: str, directory: str, digest: str = "") -> None:
         if not self._has_lora():
             raise EngineRefused(f"{self.NAME} was started without LoRA: set its argument {self.LORA_ARGUMENT}")
-        if (adapter := self._loras.offered(name, directory)) is None:
+        if (adapter := self._loras.offered(name, directory, digest)) is None:
             return
         await self._add_lora(adapter)
-        if self._loras.is_reused(name):
+        if self._loras.is_reused(adapter):
             await self._clear()
         self._loras.add(adapter)
 

@@ -9,6 +9,7 @@ from forebay.events.control import Role
 from forebay.workers.kv_tiers.settings import TierSettings
 
 DEFAULT_POOL = "default"
+LORA_SLOTS = 8  # adapters that a mock engine has at a time
 START_S = 600.0  # vLLM waits as long for its engine core
 TokenizerProbe = tuple[str, bool, tuple[int, ...]]
 """A text, whether special tokens are added as around a prompt, and its token ids by the tokenizer of the ingress."""
@@ -18,7 +19,8 @@ TokenizerProbe = tuple[str, bool, tuple[int, ...]]
 class EngineSettings:
     """Settings of an engine. For a size of None the engine uses its own default.
 
-    `kv_bytes_per_token`, `kv_checksum` and `kv_lease_s` (for KV that nobody fetches) are for the mock engine only.
+    `kv_bytes_per_token`, `kv_checksum`, `kv_lease_s` (for KV that nobody fetches), `max_loras` and `lora_load_s` are
+    for the mock engine only.
 
     Attributes:
         kv_host: configured address at which other workers fetch KV from this worker; None to use `near_host`.
@@ -43,6 +45,8 @@ class EngineSettings:
     kv_bytes_per_token: int = 256
     kv_checksum: bool = False
     kv_lease_s: float = 30.0
+    max_loras: int = LORA_SLOTS
+    lora_load_s: float = 0.0
     kv_host: str | None = None
     near_host: str = "127.0.0.1"
     tiers: TierSettings | None = None

@@ -163,7 +163,7 @@ class CommandRunner:
         command = received.command
         adapter = await self.adapters.fetch(command.lora_path, command.lora_digest)
         try:
-            local = msgspec.structs.replace(command, lora_path=str(adapter.directory))
+            local = msgspec.structs.replace(command, lora_path=str(adapter.directory), lora_digest=adapter.digest)
             loras = await self._engine.command(local)
         except BaseException:
             adapter.close()

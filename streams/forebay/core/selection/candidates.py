@@ -1,6 +1,7 @@
 """Find the ranks that may take a request, by eligibility, session, load and stage. This module only reads the world."""
 
 from collections.abc import Iterable, Set
+from dataclasses import replace
 
 from forebay.core.routing.eligibility import Ineligible, all_above_threshold, filter_eligible, filter_not_busy
 from forebay.core.state.roster import Roster, session_roster, suspect_roster_of
@@ -53,6 +54,29 @@ def find_suspect_candidates(
         return filter_eligible(roster, world.fleet, pool, request)
     except Ineligible:
         raise refusal from None
+
+
+def find_hosts(world: World, pool: PoolConfigured, request: SubmittedRequest, refusal: Ineligible) -> Roster | None:
+    """Return the ranks that may take a request once they have its adapter; None if the owner does not place it.
+
+    `refusal` says why no rank may take the request now. Raises Ineligible if every worker has failed to load it.
+    """
+    adapter = world.adapters.get(request.lora_name)
+    is_placed = adapter is not None and adapter.model == pool.model and pool.role == "aggregated"
+    if adapter is None or not is_placed or refusal.reason != "no_eligible_worker":
+        return None
+    try:
+        roster = filter_eligible(world.roster(pool.pool), world.fleet, pool, replace(request, lora_name=""))
+    except Ineligible:
+        return None
+    failed = {one.worker_id: one.reason for one in adapter.failures if one.until_us > world.now_us}
+    able = {at: one.worker.spec.worker_id for at, one in enumerate(roster.ranks) if one.worker.spec.max_loras}
+    found = [at for at, worker_id in able.items() if worker_id not in failed]
+    if able and not found:
+        worker_id, reason = next(iter(failed.items()))
+        message = f"no worker could load the adapter {adapter.lora_name}; {worker_id}: {reason}"
+        raise Ineligible("no_eligible_worker", message)
+    return roster.only(found) if found else None
 
 
 def find_retry_candidates(

@@ -11,6 +11,7 @@ from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.plan import Plan, QueuePlan, StageCandidates
 from forebay.core.selection.candidates import (
     find_candidates,
+    find_hosts,
     find_retry_candidates,
     find_suspect_candidates,
     must_queue,
@@ -49,8 +50,10 @@ def plan_new(world: World, pool: PoolConfigured, request: ActiveRequest) -> Plan
     try:
         options = find_options(world, pool, request)
     except Ineligible as ineligible:
-        suspects = find_suspect_candidates(world, pool, request.submitted, ineligible)
-        return _plan_queueing(world, pool, request, suspects)
+        hosts = find_hosts(world, pool, request.submitted, ineligible)
+        if hosts is None:
+            hosts = find_suspect_candidates(world, pool, request.submitted, ineligible)
+        return _plan_queueing(world, pool, request, hosts)
     if options.should_queue:
         return _plan_queueing(world, pool, request, options.roster)
     return plan_first_stage(world, pool, request, options)

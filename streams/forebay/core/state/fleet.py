@@ -282,8 +282,8 @@ class Fleet:
         return worker
 
 
-# No decision depends on the card. The digest has the endpoint only if there is one, as in logs from before this field.
-_DIGESTED = [name for name in WorkerSpec.__struct_fields__ if name not in ("card", "endpoint")]
+# No decision depends on the card. The digest has fields that were added later only if they have a value, as older logs.
+_DIGESTED = [name for name in WorkerSpec.__struct_fields__ if name not in ("card", "endpoint", "max_loras")]
 
 
 def _term(worker: FleetWorker) -> int:
@@ -291,7 +291,8 @@ def _term(worker: FleetWorker) -> int:
     spec = tuple([plain(getattr(worker.spec, name)) for name in _DIGESTED])
     rejections = worker.rejections, worker.avoided_until_us
     endpoint = (worker.spec.endpoint,) if worker.spec.endpoint else ()
-    return digest_of(*place, worker.phase, worker.lease_ttl_ms, spec, *rejections, *endpoint)
+    slots = (("max_loras", worker.spec.max_loras),) if worker.spec.max_loras else ()
+    return digest_of(*place, worker.phase, worker.lease_ttl_ms, spec, *rejections, *endpoint, *slots)
 
 
 def _ingress_term(ingress: FleetIngress) -> int:

@@ -45,6 +45,7 @@ class QueuedRequest:
         demand: routing requirements; requests with equal values have the same candidates.
         tenant: tenant of the request; empty for none.
         weight: share of the tenant, relative to the weights of other tenants.
+        lora_name: adapter of the request; empty for none.
     """
 
     request_id: str
@@ -57,6 +58,7 @@ class QueuedRequest:
     demand: tuple[object, ...]
     tenant: str = ""
     weight: int = 1
+    lora_name: str = ""
 
     @property
     def cost(self) -> int:
@@ -270,9 +272,14 @@ class _Pool:
 
 
 class Queues:
-    """Router queues of all pools. They determine which queued request is served next."""
+    """Router queues of all pools. They determine which queued request is served next.
+
+    Attributes:
+        of_adapters: ids of the queued requests of each adapter, by pool and adapter.
+    """
 
     def __init__(self) -> None:
+        self.of_adapters: dict[tuple[str, str], dict[str, None]] = {}
         self._pools: dict[str, _Pool] = {}
         self._queued: dict[str, tuple[str, QueuedRequest]] = {}
         self._sum = 0
@@ -314,6 +321,8 @@ class Queues:
         self._line(self._pools[pool], queued).push(queued)
         self._queued[queued.request_id] = (pool, queued)
         self._sum += _term(pool, queued)
+        if queued.lora_name:
+            self.of_adapters.setdefault((pool, queued.lora_name), {})[queued.request_id] = None
 
     def remove(self, request_id: str) -> bool:
         """Remove a cancelled or expired request. Return False if it was not queued."""
@@ -398,6 +407,11 @@ class Queues:
     def _forget(self, pool: str, queued: QueuedRequest) -> None:
         del self._queued[queued.request_id]
         self._sum -= _term(pool, queued)
+        if queued.lora_name:
+            ids = self.of_adapters[pool, queued.lora_name]
+            del ids[queued.request_id]
+            if not ids:
+                del self.of_adapters[pool, queued.lora_name]
 
 
 def class_of(config: QueueConfig, policy_class: str, uncached_tokens: int) -> QueueClass:

@@ -13,6 +13,7 @@ from forebay.core.state.fleet import Fleet
 from forebay.events.codec import encode
 from forebay.events.decisions import (
     AbortReason,
+    AdapterPlaced,
     CacheResyncRequested,
     CommandEnded,
     CommandRefusal,
@@ -67,6 +68,7 @@ ABORTED: dict[AbortReason, tuple[int, str]] = {
     "worker_refused": (502, "engine_error"),
     "pinned_worker_lost": (503, "pinned_worker_lost"),
     "ingress_lost": (503, "ingress_lost"),
+    "adapter_failed": (503, "adapter_not_loaded"),
 }
 # Message of a rejection if the task is the only condition of the request. It names no task if that is `generate`.
 NO_TASK = re.compile(r"(no ready worker of the pool \S+) (can \w+)?")
@@ -78,6 +80,8 @@ COMMAND_REFUSED: dict[CommandRefusal, tuple[int, str]] = {
     "worker_not_ready": (503, "worker_not_ready"),
     "too_many_commands": (503, "too_many_commands"),
     "duplicate_id": (409, "duplicate_command_id"),
+    "adapter_exists": (409, "adapter_exists"),
+    "too_many_adapters": (409, "too_many_adapters"),
 }
 
 
@@ -222,12 +226,13 @@ def encode_effects(
     | RouteAnswered
     | CacheResyncRequested
     | CommandSent
-    | CommandEnded,
+    | CommandEnded
+    | AdapterPlaced,
     partition: int = 0,
 ) -> list[Draft]:
     """Return the effects of any decision but `RequestRouted`. `partition` is the control partition of the group."""
     match decided:
-        case RequestHeld():
+        case RequestHeld() | AdapterPlaced():
             return []
         case CacheResyncRequested():
             to = address_of(group, decided)
@@ -297,7 +302,7 @@ def _encode_command_response(group: str, decided: CommandSent | CommandEnded) ->
         command_id=decided.command_id, owner_epoch=decided.owner_epoch, group=group, reply_key=decided.reply_key
     )
     if isinstance(decided, CommandEnded):
-        response = msgspec.structs.replace(response, outcomes=decided.outcomes)
+        response = msgspec.structs.replace(response, outcomes=decided.outcomes, placed=decided.placed)
     elif decided.reason is not None:
         status, code = COMMAND_REFUSED[decided.reason]
         error = ResponseError(status=status, code=code, message=decided.message)

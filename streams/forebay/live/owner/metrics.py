@@ -85,6 +85,8 @@ class OwnerMetrics(Collector):
         yield self._counts(
             "forebay_owner_commands", "commands by what became of them", _with_prefix(counts, "command_")
         )
+        text = "adapters that the owner loaded on workers or unloaded, because requests needed them"
+        yield self._counts("forebay_owner_adapters", text, _with_prefix(counts, "adapters_"))
         selections = counts["non_max_overlap_selections"]
         passed_over = "requests routed to a worker other than the one with the largest overlap"
         yield self._counter("dynamo_component_router_non_max_overlap_selections", passed_over, selections)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from forebay import runtime
+from forebay.core.adapter_placement import UNLOAD
 from forebay.core.phases import Phase
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.state.active_request import ActiveRequest
@@ -28,6 +29,7 @@ from forebay.events.base import Event
 from forebay.events.codec import DecodeError, encode
 from forebay.events.control import PoolConfigured, RouterConfig
 from forebay.events.decisions import (
+    AdapterPlaced,
     CommandEnded,
     CommandSent,
     JournalRecord,
@@ -450,7 +452,9 @@ class Owner:
                 drafts.append(encode_work(to, request, epoch, submission, report_output=grown, store_blocks=hint))
                 continue
             drafts += encode_effects(self._settings.group, decision, self._settings.partition)
-            if isinstance(decision, CommandSent):
+            if isinstance(decision, AdapterPlaced):
+                drafts += self._commands(f"{decision.command_id}{UNLOAD}")
+            if isinstance(decision, CommandSent | AdapterPlaced):
                 drafts += self._commands(decision.command_id)
         self._submissions.forget()
         self._send(drafts)

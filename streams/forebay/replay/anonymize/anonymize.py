@@ -23,7 +23,7 @@ from forebay.core.world import World
 from forebay.events.base import hex_digest
 from forebay.events.codec import DecodeError, decode, encode
 from forebay.events.control import PoolConfigured
-from forebay.events.decisions import Advanced, JournalRecord, RequestAborted, SnapshotRecord
+from forebay.events.decisions import AdapterPlaced, Advanced, JournalRecord, RequestAborted, SnapshotRecord
 from forebay.events.fleet import WorkerJoined
 from forebay.events.requests import RequestSubmitted
 from forebay.events.topics import DECISIONS, GROUPS, REQUESTS, topic_named
@@ -175,6 +175,8 @@ async def _learn(
             )
         if isinstance(step.record, RequestAborted) and step.record.reason in DEADLINES:
             overdue.add(step.record.request_id)
+        if isinstance(step.record, AdapterPlaced):
+            anonymizer.learn_placement(step.record)
         for event in chain.from_iterable(step.events.values()):
             if isinstance(event, WorkerJoined):
                 anonymizer.learn_worker(event.spec)

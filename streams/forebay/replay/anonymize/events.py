@@ -18,12 +18,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from forebay.core.adapter_placement import UNLOAD
 from forebay.core.state.commands import LAST_READY, RESPONSE_OMITTED, TIMED_OUT, WORKER_LOST
 from forebay.core.state.sessions import session_key
 from forebay.core.state.submitted_request import content_hash, id_hash
 from forebay.events.base import CHECKSUM_DIGITS, U64_BYTES, hex_digest, pack_u64, unpack_u64
 from forebay.events.codec import unknown_tag
 from forebay.events.control import PoolConfigured
+from forebay.events.decisions import AdapterPlaced
 from forebay.events.fleet import WorkerSpec
 from forebay.events.media import Media
 from forebay.events.privacy import Rule, privacy_rules
@@ -86,6 +88,11 @@ class EventAnonymizer:
         self._names["pool"].add(pool.pool)
         self._names["class"].update(one.name for one in pool.router.queue.classes)
 
+    def learn_placement(self, event: AdapterPlaced) -> None:
+        """Keep the ids of the owner's own commands, because they follow from the journal."""
+        for command_id in (event.command_id, event.command_id + UNLOAD):
+            self._ordered_ids[id_hash(command_id)] = command_id
+
     def learn_request(self, event: RequestSubmitted) -> None:
         """Note the hashes by which snapshots refer to a request. Call this after all names have been learned."""
         masked = self.anonymize(event)
@@ -101,7 +108,7 @@ class EventAnonymizer:
         This keeps the order of decisions, because the owner aborts requests with equal deadlines in the order of IDs.
         """
         hashes = list(map(id_hash, sorted(request_ids)))
-        self._ordered_ids = dict(zip(hashes, sorted(map(self._request_id, hashes)), strict=True))
+        self._ordered_ids |= dict(zip(hashes, sorted(map(self._request_id, hashes)), strict=True))
 
     def anonymize(self, value: T) -> T:
         """Return a copy of an event, a journal record or a part, whose fields are anonymised by the rules of its class.
@@ -158,8 +165,8 @@ class EventAnonymizer:
         return name if name in self._names[kind] else self.name(kind, name)
 
     def _nonce(self, nonce: int) -> int:
-        """Return the masked nonce of a command, which fits a `Count`."""
-        return self.number("content", nonce) >> 1
+        """Return the masked nonce of a command, which fits a `Count`; 0 for the owner's own commands."""
+        return self.number("content", nonce) >> 1 if nonce else 0
 
     def _idempotency_key(self, key: int) -> int:
         return self.number("key", key) if key else 0

@@ -14,7 +14,7 @@ from forebay.core.routing.draws import softmax_weights
 from forebay.core.routing.eligibility import Ineligible, filter_eligible, is_busy
 from forebay.core.routing.plan import Plan
 from forebay.core.routing.policies import draw_two
-from forebay.core.selection.candidates import find_candidates, find_suspect_candidates, must_queue
+from forebay.core.selection.candidates import find_candidates, find_hosts, find_suspect_candidates, must_queue
 from forebay.core.selection.evaluation import find_overlaps
 from forebay.core.selection.next_stage import find_options
 from forebay.core.selection.stages import as_prefill_request
@@ -224,6 +224,8 @@ def why_held(world: World, record: RequestHeld) -> str:
     try:
         among = find_options(world, pool, request).computing
     except Ineligible as ineligible:
+        if find_hosts(world, pool, request.submitted, ineligible) is not None:
+            return f"no ready worker has the adapter {request.submitted.lora_name}; the owner has it loaded"
         ranks = find_suspect_candidates(world, pool, request.submitted, ineligible).ranks
         suspects = dict.fromkeys(candidate.worker.spec.worker_id for candidate in ranks)
         return f"only suspect workers are eligible: {', '.join(suspects)}"

@@ -20,6 +20,7 @@ from forebay.core.ttft_parts import Part, TimeByPart
 from forebay.core.world import World
 from forebay.events.base import U64_BYTES, hex_digest
 from forebay.events.decisions import (
+    AdapterPlaced,
     KvReleased,
     OwnerClaimed,
     RequestAborted,
@@ -68,6 +69,7 @@ from forebay.replay.explain.wording import (
     end_text,
     first_token_text,
     held_text,
+    placed_text,
     progress_text,
     released_text,
     routed_text,
@@ -146,6 +148,9 @@ class Timeline:
         record = step.record
         if isinstance(record, RequestRecord) and record.request_id == self.request_id:
             self._decide(record, place)
+        elif isinstance(record, AdapterPlaced) and self._state in ("queued", "waiting"):
+            if self._submission is not None and self._submission.lora_name == record.lora_name:
+                self._add("adapter_placed", placed_text(record), place)
         elif isinstance(record, OwnerClaimed):
             self._takeover = Takeover.of(step.offset, record, self._world, self._takeover)
             self._in_flight = {one.submitted.request_id for one in self._world.requests.active()}

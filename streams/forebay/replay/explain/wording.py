@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from forebay.core.world import CORE_VERSION
 from forebay.events.decisions import (
+    AdapterPlaced,
     KvReleased,
     OwnerClaimed,
     PrefillPlace,
@@ -148,6 +149,15 @@ def prefilled_text(event: PrefillFinished, saved_us: int | None) -> str:
     lease = f"it keeps their KV{size} for {kept.lease_us / 1e6:g} s"
     loaded = onboarded_text(event.onboarded, saved_us)
     return f"{event.worker_id} computed its prompt: {kept.tokens:,} tokens{cached}{loaded}; {lease}"
+
+
+def placed_text(record: AdapterPlaced) -> str:
+    unloaded = f", which unloads {record.unloaded} first" if record.unloaded else ""
+    why = "no ready worker has it" if record.reason == "missing" else "too many requests wait for its workers"
+    return (
+        f"the owner loads the adapter {record.lora_name} on {record.target.worker_id}{unloaded}: {why};"
+        f" {record.waiting:,} waiting, lowest cost of {record.candidates:,} candidates: {record.terms.cost:.4g}"
+    )
 
 
 def released_text(record: KvReleased) -> str:

@@ -11,11 +11,13 @@ from typing import get_args
 import msgspec
 from xxhash import xxh3_64
 
+from forebay.core.adapter_placement import UNLOAD
 from forebay.core.rederive import Divergence
 from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.step import AnyDecision, InputEvent, is_member
 from forebay.events.base import hex_digest
 from forebay.events.decisions import (
+    AdapterPlaced,
     CommandSent,
     OwnerClaimed,
     RequestAborted,
@@ -100,6 +102,9 @@ class ForeignProgress:
                 case CommandSent():
                     targets = {target.worker_id: target.worker_epoch for target in decision.targets}
                     self._commands.setdefault(decision.command_id, {}).update(targets)
+                case AdapterPlaced():
+                    target = {decision.target.worker_id: decision.target.worker_epoch}
+                    self._commands[decision.command_id] = self._commands[decision.command_id + UNLOAD] = target
                 case RequestAborted() | RequestRejected():
                     self._end(decision.request_id, now_us)
                 case _:

@@ -27,12 +27,21 @@ from forebay.workers.engines.loras import LoraAdapter, Loras
 from forebay.workers.engines.mock.kv import KvSettings, MockKv, ModelledKv
 from forebay.workers.engines.mock.outputs import TASKS, OutputScripts
 from forebay.workers.engines.mock.rank import MockRank, MockTiers, RequestState
+from forebay.workers.engines.settings import LORA_SLOTS
 from forebay.workers.kv_tiers.metrics import tier_metrics
 from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.kv_transfer.api import NIXL, Stats
 
 if TYPE_CHECKING:
     from forebay.workers.kv_transfer.embeddings import Array
+
+
+class MockLoras(msgspec.Struct, frozen=True):
+    """How many adapters an engine has at a time, and how many seconds it takes to load one."""
+
+    slots: int = LORA_SLOTS
+    load_s: float = 0.0
+
 
 KV_ROLES = frozenset(("prefill", "decode"))
 
@@ -55,6 +64,7 @@ class MockEngine:
         kv: KvSettings | None = None,
         scripts: OutputScripts | None = None,
         tiers: TierSettings | None = None,
+        loras: MockLoras | None = None,
     ) -> None:
         if not 0 < speedup < float("inf"):
             raise ValueError(f"speedup must be a positive number, got {speedup}")
@@ -64,6 +74,7 @@ class MockEngine:
         self.tiers = tiers
         self.ranks = {rank: MockRank(rank, config, speedup, scripts, has_tiers=tiers is not None) for rank in ranks}
         self._loras = Loras(checks_directories=False)
+        self._lora_limits = loras or MockLoras()
         self.kv: MockKv | None = None
         self._ending: set[asyncio.Task[None]] = set()  # cancelled fetches
         self._collector: Collector | None = None
@@ -76,7 +87,7 @@ class MockEngine:
         """
         for name in spec.loras:
             self._loras.add(LoraAdapter(name, 0, ""))
-        spec = msgspec.structs.replace(spec, tasks=TASKS)
+        spec = msgspec.structs.replace(spec, tasks=TASKS, max_loras=self._lora_limits.slots)
         has_transfers = spec.role in KV_ROLES
         if not has_transfers and self.tiers is None:
             return spec
@@ -178,7 +189,9 @@ class MockEngine:
                 for rank in ranks:
                     rank.clear()
             case "load_lora":
-                self._load(command.lora_name, command.lora_path)
+                if (adapter := self._offered(command.lora_name, command.lora_path)) is not None:
+                    await asyncio.sleep(self._lora_limits.load_s)
+                    self._loras.add(adapter)
             case "unload_lora":
                 with self._loras.removing(command.lora_name):
                     pass  # nothing else remembers it
@@ -198,11 +211,13 @@ class MockEngine:
                 assert_never(command.action)
         return tuple(self._loras.loaded)
 
-    def _load(self, name: str, directory: str) -> None:
+    def _offered(self, name: str, directory: str) -> LoraAdapter | None:
         if not Path(directory).is_dir():
             raise EngineRefused(f"no such directory: {directory}")
-        if (adapter := self._loras.offered(name, directory)) is not None:
-            self._loras.add(adapter)
+        adapter = self._loras.offered(name, directory)
+        if adapter is not None and len(self._loras.loaded) >= self._lora_limits.slots:
+            raise EngineRefused(f"all {self._lora_limits.slots} slots for adapters are taken; unload one first")
+        return adapter
 
     async def check(self) -> None:
         """Do nothing, because a rank that fails ends `run`."""

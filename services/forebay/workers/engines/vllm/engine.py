@@ -152,6 +152,7 @@ class VllmEngine(ModelEngine):
             max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
             kv_layout=self._layout,
             kv_store=self._store_name,
+            max_loras=config.lora_config.max_loras if config.lora_config else 0,
         )
 
     async def _shut_down(self) -> None:
