@@ -103,7 +103,7 @@ def test_error_for_an_unreachable_target_gives_the_reason(system: tuple[Up, Path
     for arguments, message in (
         (("adapters", "load"), "load requires --lora"),
         (("adapters", "load", "--lora", "x"), "--lora x: expected NAME=DIR"),
-        (("adapters", "unload", "--lora", "x=x"), "--lora x=x: expected NAME=DIR to load an adapter, NAME"),
+        (("adapters", "unload", "--lora", "x=x"), "--lora x=x: expected NAME=DIR or NAME=URI to load an adapter, NAME"),
         (("power", "pause", "--lora", "x"), "unknown option '--lora'"),
         (("power", "wake-up", "--level", "2"), "--level requires sleep"),
         (("policy", "--set", "disagg.policy=never", "--set", f"{BLOCKS}=0.9"), "with two commands"),

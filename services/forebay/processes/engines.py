@@ -64,7 +64,7 @@ class EngineChoice:
     loras: tuple[str, ...] = ()
     speedup: float = 1.0
     profile: Profile = MOCKER_PROFILE
-    adapters: AdapterCache = field(default_factory=AdapterCache)
+    adapters: AdapterCache = field(default_factory=AdapterCache, compare=False)
 
     @property
     def is_mock(self) -> bool:
