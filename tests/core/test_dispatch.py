@@ -25,7 +25,7 @@ from forebay.events.fleet import WorkerDraining, WorkerLost, WorkerSuspect
 from forebay.events.kv import CacheCleared
 from forebay.events.progress import FirstTokenEmitted, OutputGrown
 from forebay.events.requests import RoutingHints
-from forebay.events.versions import TENANTS_SINCE
+from forebay.events.versions import CALLS_SINCE, TENANTS_SINCE
 from tests.core.worlds import PROMPTS, Driver, ids_of, joined, pool, prefill_pool, request
 
 ONE_STEP = QueueConfig(threshold=0.5)  # of 64 tokens: a prompt of eight blocks is more
@@ -530,6 +530,13 @@ def test_an_owner_of_an_older_version_does_not_know_tenants() -> None:
     drive("requests", request("old", tenant="acme", weight=3))
     known = [(drive.active(name).submitted.tenant, drive.active(name).submitted.weight) for name in ("new", "old")]
     assert known == [("acme", 3), ("", 1)]
+
+
+def test_an_owner_of_an_older_version_does_not_know_calls() -> None:
+    drive = Driver().fleet("a")
+    drive.world.owner_events = CALLS_SINCE - 1
+    assert drive("requests", request("call", task="call")) == []
+    assert drive.world.requests.known_content("call") is None
 
 
 def test_a_deadline_before_the_queue_timeout_is_reported_as_deadline() -> None:

@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 
 from forebay.core.restore import restore
 from forebay.core.state.fleet import AVOIDED_S_MAX
+from forebay.core.state.submitted_request import content_hash
+from forebay.events.base import pack_u32, pack_u64
 from forebay.events.control import BusyThresholds, BusyThresholdsSet, QueueConfig
 from forebay.events.decisions import RequestAborted, RequestHeld, RequestRejected, RequestRouted
 from forebay.events.fleet import WorkerDraining
 from forebay.events.progress import AttemptRejected, FirstTokenEmitted, PrefillFailed, RequestFailed
-from tests.core.worlds import PROMPTS, Driver, joined, pool, prefill_pool
+from forebay.events.requests import RouterOverride, RoutingHints
+from tests.core.worlds import PROMPTS, Driver, joined, pool, pool_of, prefill_pool, request
 
 
 def fleet(**router: Any) -> Driver:
@@ -79,6 +82,62 @@ def test_a_pinned_worker_of_another_pool_or_that_is_not_ready() -> None:
     drive.fact(WorkerDraining, "a")
     refused = ask(drive, worker_id="a")
     assert (refused.reason, refused.message) == ("no_eligible_worker", "no ready worker of the pool default is a")
+
+
+RANK = RoutingHints(endpoint="demo.scores.rank")
+IN_TURN = msgspec.structs.replace(RANK, override=RouterOverride(mode="round-robin"))
+
+
+def called(drive: Driver, name: str, routing: RoutingHints = RANK, **changes: Any) -> Any:
+    (decided,) = drive("requests", request(name, task="call", routing=routing, payload="{}", **changes))
+    return decided
+
+
+def test_a_call_goes_to_workers_with_its_endpoint_also_in_another_pool() -> None:
+    drive = Driver().fleet("model")
+    drive("control", pool_of("scores"))
+    refused = called(drive, "early")
+    assert (refused.reason, refused.message) == (
+        "no_eligible_worker",
+        "no ready worker of the pool default can call demo.scores.rank",
+    )
+    for at, name in enumerate("ab"):
+        drive("fleet", joined(name, at, pool="scores", tasks=(), endpoints=("demo.scores.rank",)))
+    drive("fleet", joined("c", 2, pool="scores", endpoints=("demo.other.rank",)))
+    for one in (drive, drive.copy()):
+        assert [called(one, f"r{at}", IN_TURN).worker_id for at in range(4)] in (["a", "b"] * 2, ["b", "a"] * 2)
+        assert {called(one, f"r{at}").candidates for at in (4, 5)} == {2}
+
+
+def test_a_call_with_tokens_follows_the_cache_and_is_routed_again() -> None:
+    drive = Driver().fleet()
+    for at, name in enumerate("ab"):
+        drive("fleet", joined(name, at, tasks=(), endpoints=("demo.scores.rank",)))
+    drive.stored("b", PROMPTS[0])
+    first = called(drive, "first", sequence_hashes=pack_u64(PROMPTS[0]), token_ids=pack_u32([7] * 4 * len(PROMPTS[0])))
+    assert first.worker_id == "b"
+    drive.lose("b")
+    assert drive.active("first").worker_id == "a"
+
+
+def test_a_queued_call_does_not_hold_calls_for_other_workers() -> None:
+    drive, other = Driver(), RoutingHints(endpoint="demo.other.rank")
+    drive("control", pool(queue=QueueConfig(threshold=0.1)))
+    drive("fleet", joined("a", 0, endpoints=(RANK.endpoint,)))
+    drive("fleet", joined("b", 1, endpoints=(other.endpoint,)))
+    first, second = drive.ask("first", PROMPTS[1], worker_id="a"), drive.ask("second", PROMPTS[2], worker_id="b")
+    assert isinstance(called(drive, "call"), RequestHeld)
+    assert isinstance(called(drive, "next", other), RequestHeld)
+    for ended, freed in ((second, "next"), (first, "call")):
+        made = drive.finish(ended, output_tokens=1)
+        assert [one.request_id for one in made if isinstance(one, RequestRouted)] == [freed]
+
+
+def test_calls_differ_by_endpoint_and_payload() -> None:
+    other = msgspec.structs.replace(RANK, endpoint="demo.scores.close")
+    calls = [("a", RANK, "1"), ("a", RANK, "2"), ("a", other, "1"), ("a", RANK, "1")]
+    hashes = [content_hash(request(name, task="call", routing=to, payload=given)) for name, to, given in calls]
+    assert (len(set(hashes)), hashes[0]) == (3, hashes[3])
 
 
 def shared_and_salted(**router: Any) -> Driver:

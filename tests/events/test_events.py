@@ -50,7 +50,7 @@ from forebay.events.request_ids import (
 )
 from forebay.events.topics import INPUTS
 from forebay.events.transfer import Prefilled
-from forebay.events.versions import EVENTS_VERSION, PLACEMENT_SINCE, TENANTS_SINCE, may_write
+from forebay.events.versions import CALLS_SINCE, EVENTS_VERSION, PLACEMENT_SINCE, TENANTS_SINCE, may_write
 from tests.harness.event_schemas import TOPICS
 from tests.harness.samples import event_types
 
@@ -252,7 +252,7 @@ def test_a_type_is_written_if_the_owner_has_its_version_or_a_later_one() -> None
 
 
 def test_the_version_grows_with_each_added_type() -> None:
-    assert sorted({TENANTS_SINCE, PLACEMENT_SINCE, *(kind.SINCE for kind in TYPES)}) == list(
+    assert sorted({TENANTS_SINCE, PLACEMENT_SINCE, CALLS_SINCE, *(kind.SINCE for kind in TYPES)}) == list(
         range(1, EVENTS_VERSION + 1)
     )
     first = [kind for topic in INPUTS for kind in event_types(topic) if kind.SINCE == 1]

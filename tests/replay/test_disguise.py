@@ -42,6 +42,7 @@ KEPT = {
     ("WorldState", "owner_policies"),
     ("PoolPolicy", "configured"),
     ("*", "phase"),
+    ("WorkerSpec", "endpoints"),
     ("*", "reason"),  # of a decision, from a fixed list
     ("*", "table_digest"),
     ("*", "queue_class"),
@@ -139,7 +140,9 @@ class Filled:
 
     def _text(self, owner: str, name: str) -> str:
         self._count += 1
-        theirs = (owner == "RoutingHints" and name != "endpoints") or (name == "reason" and owner in FREE_TEXTS)
+        theirs = (owner == "RoutingHints" and name not in ("endpoint", "endpoints")) or (
+            name == "reason" and owner in FREE_TEXTS
+        )
         theirs |= (owner, name) == ("WorkerCommanded", "pool")  # an operator may name a missing pool
         kept = not theirs and not KEPT.isdisjoint({(owner, name), ("*", name)})
         text = f"{'kept' if kept else 'SECRET'}-{self._count:04}"

@@ -99,6 +99,16 @@ def marked(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
     return endpoint(name)(copy)
 
 
+async def greedy_stream(self: object, one: object, two: object) -> AsyncIterator[int]:
+    yield 0
+
+
+def test_an_async_generator_of_another_name_is_an_endpoint_for_calls() -> None:
+    found = service_of(service(namespace="test")(type("Calls", (), {"rank": marked(stream, "rank")})))
+    assert found is not None
+    assert (found.tasks, found.calls) == ((), ("test.calls.rank",))
+
+
 @pytest.mark.parametrize(
     ("methods", "why"),
     [
@@ -110,8 +120,12 @@ def marked(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
         ({"x": marked(coroutine, "No Name")}, r"Broken\.x: endpoint 'No Name'"),
         (
             {"x": marked(coroutine, "reboot")},
-            r"Broken\.coroutine: unknown endpoint 'reboot'; endpoints are: generate, embed, clear_kv_blocks,",
+            r"Broken\.coroutine: unknown endpoint 'reboot'; endpoints are: generate, embed, clear_kv_blocks,"
+            ".*; one for calls must be an async generator",
         ),
+        ({"x": marked(stream, "sleep")}, "the endpoint sleep must be a coroutine"),
+        ({"x": marked(greedy_stream, "rank")}, "the endpoint rank must take self and one argument"),
+        ({f"x{at}": marked(stream, f"x{at}") for at in range(65)}, "65 endpoints for calls; the limit is 64"),
         (
             {"generate": Plain.generate, "start": greedy},
             r"Broken\.start must be a coroutine: `async def start\(self\)`",

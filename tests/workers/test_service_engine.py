@@ -8,15 +8,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from forebay.events.base import unpack_u64
+from forebay.events.base import pack_u32, unpack_u64
 from forebay.events.control import Command
 from forebay.events.kv import BlocksRemoved, BlocksStored, CacheCleared
 from forebay.events.progress import FirstTokenEmitted, RequestFailed, RequestFinished
 from forebay.events.requests import Sampling
-from forebay.events.tokens import Embedded, ResponseEnded
+from forebay.events.tokens import Embedded, ResponseEnded, TokenChunk, TokensEmitted
+from forebay.events.topics import TOKENS
 from forebay.ingress.model import DEFAULT_MODEL, Model
 from forebay.workers.engine import EngineError, EngineRefused
 from forebay.workers.engines import service_engine
@@ -96,6 +98,89 @@ async def test_response_is_the_output_of_generate(scene: Scene) -> None:
     assert (request.cache_namespace, request.priority) == ("mine", 3)
     assert request.sampling == Sampling(max_tokens=50, temperature=0.0)
     assert scene.kv() == []
+
+
+class Calls:
+    """Service with an endpoint for calls, which yields the parts of the payload."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+
+    @endpoint()
+    async def generate(self, request: Request) -> AsyncGenerator[int]:
+        yield 1
+
+    @endpoint()
+    async def parts(self, request: Request) -> AsyncGenerator[Any]:
+        self.requests.append(request)
+        for part in request.payload:
+            if part == "refuse":
+                raise Refused("no such part")
+            yield part * 100_000 if part == "long" else part
+
+
+def a_call(payload: str, name: str = "test.it.parts", **changes: Any) -> dict[str, Any]:
+    return {"task": "call", "endpoint": name, "payload": payload, **changes}
+
+
+def values_of(scene: Scene, name: str) -> list[str]:
+    return [one for chunk in scene.chunks(name) for one in chunk.objects]
+
+
+async def test_a_call_yields_values_that_count_as_tokens(scene: Scene) -> None:
+    engine = engine_of(Calls)
+    async with serving(scene, engine) as (worker, send):
+        assert (worker.spec.tasks, worker.spec.endpoints) == (("generate",), ("test.it.parts",))
+        await send("a", [5, 6], **a_call('[{"x": 1}, 2]'))
+        await send("none", [], **a_call("[]"))
+        a, none = await ended(scene, "a"), await ended(scene, "none")
+    assert values_of(scene, "a") == ['{"x":1}', "2"]
+    assert (a.finish_reason, a.usage.prompt_tokens, a.usage.output_tokens) == ("stop", 2, 2)
+    assert (none.finish_reason, none.usage.output_tokens) == ("stop", 0)
+    assert engine.instance.requests[0].token_ids == (5, 6)
+    assert 'endpoint="test.it.parts",outcome="ok"} 2.0' in metrics(worker)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "code", "yielded"),
+    [
+        (a_call('[1, "refuse"]'), 400, "invalid_request", ["1"]),
+        (a_call("7"), 500, "engine_error", []),
+        (a_call("no JSON"), 500, "engine_error", []),
+        (a_call('["long"]'), 500, "engine_error", []),
+        (a_call("[]", "test.it.other"), 400, "unsupported_task", []),
+        (a_call("[]", "test.it.generate"), 400, "unsupported_task", []),
+    ],
+)
+async def test_a_call_that_fails(
+    scene: Scene, fields: dict[str, Any], status: int, code: str, yielded: list[str]
+) -> None:
+    async with serving(scene, engine_of(Calls)) as (_, send):
+        await send("a", [], **fields)
+        error = (await ended(scene, "a")).error
+    assert ((error.status, error.code), values_of(scene, "a")) == ((status, code), yielded)
+
+
+async def test_a_later_attempt_repeats_a_call_only_without_values(scene: Scene) -> None:
+    chunk = TokenChunk(request_id="a", attempt=1, first_index=0, token_ids=pack_u32([0]), objects=("1",))
+    await scene.append(TOKENS, 3, TokensEmitted(worker_id="w0", worker_epoch=0, owner_epoch=0, chunks=(chunk,)))
+    async with serving(scene, engine_of(Calls)) as (_, send):
+        await send("a", [], **a_call("[1, 2]", attempt=2))
+        await send("b", [], **a_call("[1, 2]", attempt=2))
+        error, again = (await ended(scene, "a")).error, await ended(scene, "b")
+    assert (error.status, error.code) == (502, "response_interrupted")
+    assert (values_of(scene, "a"), values_of(scene, "b"), again.error) == (["1"], ["1", "2"], None)
+
+
+async def test_no_record_of_values_exceeds_the_limit_of_brokers(scene: Scene) -> None:
+    large = "x" * 200_000
+    async with serving(scene, engine_of(Calls)) as (_, send):
+        for name in "abc":
+            await send(name, [], **a_call(msgspec.json.encode([large] * 4).decode()))
+        for name in "abc":
+            await ended(scene, name)
+    assert max(len(record.value) for record in scene.records(TOKENS, 3)) < service_engine.BATCH_BYTES_MAX + 4_096
+    assert [len(values_of(scene, name)) for name in "abc"] == [4, 4, 4]
 
 
 async def test_stop_tokens_end_the_response_and_are_not_emitted(scene: Scene) -> None:

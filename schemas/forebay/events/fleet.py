@@ -16,6 +16,7 @@ from forebay.events.requests import Task
 from forebay.events.transfer import KvLayout
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
+CALLS_MAX = 64  # endpoints of one worker that execute calls; every heartbeat of the owner lists them
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=1024)]  # bounded, because every rank is a candidate of every decision
 
 
@@ -38,6 +39,7 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
         card: digest of the worker's model card on the topic `models`; empty if it stored none.
         salts_cache: whether requests with different cache namespaces share no cached blocks on the worker.
         kv_store: name of the shared store from which the worker loads blocks; empty if it uses none.
+        endpoints: endpoints that execute calls, as `namespace.component.endpoint`.
         endpoint: IP address and port of the server that the worker represents, where gateways reach it; empty if only
             the worker can run requests.
         max_loras: maximum number of loaded adapters; 0 if unknown. The owner then places no adapters on the worker.
@@ -62,6 +64,7 @@ class WorkerSpec(Part, frozen=True, kw_only=True):
     card: CardDigest = ""
     salts_cache: bool = True
     kv_store: Annotated[str, msgspec.Meta(max_length=256), KEPT] = ""
+    endpoints: Annotated[tuple[Name, ...], msgspec.Meta(max_length=CALLS_MAX), KEPT] = ()
     endpoint: Annotated[str, msgspec.Meta(max_length=256), KEPT] = ""
     max_loras: Annotated[int, msgspec.Meta(ge=0, le=1_024)] = 0
 

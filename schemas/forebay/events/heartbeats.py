@@ -34,6 +34,7 @@ class RouterHeartbeat(Event, tag="router.heartbeat", frozen=True, kw_only=True):
         core_version: version of the router's decision rules; 0 from a router that does not report it.
         events_version: version of the event types that the router can read.
         card: digest of the model card of the owner's ready workers; empty from a standby, or if they stored none.
+        endpoints: endpoints of the ready workers that execute calls, sorted; at most 256.
         rejected: workers that the owner does not admit, with the reason; at most 8.
     """
 
@@ -52,6 +53,7 @@ class RouterHeartbeat(Event, tag="router.heartbeat", frozen=True, kw_only=True):
     core_version: Count = 0
     events_version: Count = 1
     card: CardDigest = ""
+    endpoints: tuple[Name, ...] = ()
     rejected: tuple[RejectedWorker, ...] = ()
 
 

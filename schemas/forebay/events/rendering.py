@@ -7,7 +7,7 @@ from forebay.events.privacy import DROPPED, KEPT, MODEL
 
 RENDERER_VERSION = 1  # of the events that clients see; an ingress renders no request of a later version
 
-Api = Literal["chat_completions", "completions", "embeddings", "responses", "messages"]
+Api = Literal["chat_completions", "completions", "embeddings", "responses", "messages", "endpoints"]
 
 
 class Rendering(Part, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from forebay.events.privacy import (
     HASHES,
     IDEMPOTENCY_KEY,
     INGRESS,
+    KEPT,
     LORA,
     MODEL,
     NAMESPACE,
@@ -36,7 +37,7 @@ TIMEOUT_US_MAX = 86_400_000_000  # one day; no client waits longer
 RESUME_GRACE_S = 5.0
 
 
-Task = Literal["generate", "embed"]
+Task = Literal["generate", "embed", "call"]
 Delivery = Literal["worker", "external"]
 ENDPOINTS_MAX = 1_024
 
@@ -167,6 +168,8 @@ class RoutingHints(Part, frozen=True, kw_only=True):
         itl_target_ms: wanted inter-token latency in milliseconds, for the choice of a pool; null for none.
         endpoints: only servers (`WorkerSpec.endpoint`) that may take an external request, as its gateway names them;
             empty for any.
+        endpoint: endpoint that a call is for, `namespace.component.endpoint`, which the worker must have; empty for a
+            request to the model.
     """
 
     worker_id: Annotated[str, WORKER] = ""
@@ -183,6 +186,7 @@ class RoutingHints(Part, frozen=True, kw_only=True):
     ttft_target_ms: Milliseconds | None = None
     itl_target_ms: Milliseconds | None = None
     endpoints: Annotated[tuple[SystemName, ...], msgspec.Meta(max_length=ENDPOINTS_MAX)] = ()
+    endpoint: Annotated[str, KEPT] = ""
 
 
 NO_HINTS = RoutingHints()
@@ -233,6 +237,7 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
             `user`); 0 for none.
         traceparent: trace context of the client, as in the header `traceparent` of W3C; empty for none.
         shares_prompt: whether the request is a further choice of the client for a prompt, whose tokens count once.
+        payload: argument of a call, as JSON; empty for other tasks.
     """
 
     request_id: Annotated[Name, REQUEST_ID]
@@ -266,6 +271,7 @@ class RequestSubmitted(Event, tag="request.submitted", frozen=True, kw_only=True
     end_user: Annotated[U64, ZEROED] = 0
     traceparent: Annotated[str, DROPPED] = ""
     shares_prompt: bool = False
+    payload: Annotated[str, DROPPED] = ""
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)

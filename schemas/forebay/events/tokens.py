@@ -91,6 +91,8 @@ class TokenChunk(Part, frozen=True, kw_only=True):
         text_only: whether the engine returned text, from which the worker computed the tokens. Another worker cannot
             continue such a response.
         reply_key: key of the request, from its work item.
+        objects: JSON values that an endpoint has yielded for a call, one per token. Each one counts as an output token,
+            whose id has no meaning. Empty for other tasks.
     """
 
     request_id: Name
@@ -101,6 +103,7 @@ class TokenChunk(Part, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     prefilled: PrefilledBy | None = None
     text_only: bool = False
+    objects: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require_packed("token_ids", self.token_ids, U32_BYTES)

@@ -13,8 +13,9 @@ from forebay.events.topics import INPUTS
 
 TENANTS_SINCE = 4  # first version whose owners use the tenant and the weight of `RequestSubmitted`
 PLACEMENT_SINCE = 5  # first version whose owners use `Command.placement`; others send the command to workers
+CALLS_SINCE = 6  # first version whose owners know the task `call` of `RequestSubmitted`
 # Version that an owner of this program can read.
-EVENTS_VERSION: int = max(PLACEMENT_SINCE, *(kind.SINCE for topic in INPUTS for kind in get_args(topic.events)))
+EVENTS_VERSION: int = max(CALLS_SINCE, *(kind.SINCE for topic in INPUTS for kind in get_args(topic.events)))
 
 
 def may_write(kind: type[Event], owner_events: int) -> bool:

@@ -61,6 +61,8 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
         kv_pin_s: seconds for which the worker keeps the KV of the prompt in its host memory and on its disk.
         reply_key: key of the request, which every event in the reply slot must have.
         traceparent: trace context whose span is the attempt, for the engine.
+        endpoint: endpoint that a call is for, as in `RoutingHints`.
+        payload: argument of a call, as JSON.
     """
 
     rank: Count
@@ -83,6 +85,8 @@ class WorkItem(WorkEvent, tag="work.item", frozen=True, kw_only=True):
     kv_pin_s: PinSeconds = 0
     reply_key: Count = 0
     traceparent: str = ""
+    endpoint: str = ""
+    payload: str = ""
 
     @property
     def log_extra(self) -> dict[str, dict[str, str]]:

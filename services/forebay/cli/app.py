@@ -71,6 +71,7 @@ COMMANDS: dict[str, dict[str, str | Subcommands]] = {
             {"show": "simulate.command:WorkloadShowCommand", "convert": "simulate.command:WorkloadConvertCommand"},
         ),
         "trace": "command:TraceCommand",
+        "call": "command:CallCommand",
         "produce": "command:ProduceCommand",
     },
     "Operate": {

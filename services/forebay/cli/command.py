@@ -550,6 +550,21 @@ class TraceCommand:
     json: JsonOption = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallCommand:
+    """Call an endpoint of a component, and print each value that it yields as a JSON line.
+
+    Exits 1 if the call fails, 2 if the endpoint is unknown or the argument is invalid.
+    """
+
+    RUN: ClassVar = "call:run_call"
+
+    name: Annotated[str, Argument(help="The endpoint, NAMESPACE.COMPONENT.ENDPOINT.")]
+    payload: Annotated[str, Argument(help="Its argument as JSON; - for standard input.")] = "null"
+    url: UrlOption = URL
+    api_key: ClientKeyOption = None
+
+
 PROFILED_TOKENS_MAX = 1 << 22
 PROFILED_CONCURRENCY_MAX = 4_096
 PROFILED_VALUES_MAX = 64

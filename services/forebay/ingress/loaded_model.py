@@ -97,6 +97,14 @@ class LoadedModel:
             prepared += steps.choices(body, steps.complete(body, prompt, refs, fetched, target))
         return prompts, prepared
 
+    async def prepare_call(
+        self, name: str, payload: bytes, headers: Collection[tuple[str, str]], caller: Caller
+    ) -> PreparedRequest:
+        """Turn the call of an endpoint into a request for the log. Raises ApiError as `Preparer.call`."""
+        caller = caller.with_details("", headers)
+        routing = caller.routing(self._preparer.routing(None, self._routing_headers(headers)))
+        return self._preparer.call(name, payload, Target("", routing, await self._block_size(), caller))
+
     async def tokenize(self, body: ChatBody | TextBody, name: str) -> list[int]:
         """Return the token ids of a chat, or of the only prompt of a text completion, for a model or adapter.
 

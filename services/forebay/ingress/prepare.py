@@ -5,8 +5,8 @@ does the work that needs I/O or threads: it tokenizes in a pool, fetches media, 
 
     routing -> media_refs -> render -> tokenize -> complete -> choices -> rendered -> submissions or query
 
-An embedding request takes `tokenize_inputs`, then `embed` for each input. Clock readings and random numbers are
-arguments, so equal arguments give an equal event, unless a chat template contains today's date.
+An embedding request takes `tokenize_inputs`, then `embed` for each input; a call takes `call`. Clock readings and
+random numbers are arguments, so equal arguments give an equal event, unless a chat template contains today's date.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,22 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
-from forebay.events.base import U64_BYTES, pack_u32
+from forebay.events.base import U32_BYTES, U64_BYTES, pack_u32
 from forebay.events.media import Media
 from forebay.events.rendering import Rendering
 from forebay.events.request_ids import part_ids
-from forebay.events.requests import NO_HINTS, RequestSubmitted, RouteQueried, RoutingHints, Sampling, Task
+from forebay.events.requests import (
+    NO_HINTS,
+    RequestSubmitted,
+    RouteQueried,
+    RouterOverride,
+    RoutingHints,
+    Sampling,
+    Task,
+)
 from forebay.ingress.caller import ANONYMOUS, Caller
 from forebay.ingress.chat_template import RENDERED_CHARS_MAX
-from forebay.ingress.errors import invalid
+from forebay.ingress.errors import ApiError, invalid
 from forebay.ingress.media.tokens import ExpandedPrompt, FetchedMedia, MediaRef
 from forebay.ingress.model import Model
 from forebay.ingress.openai.embeddings import EmbeddingBody
@@ -36,6 +44,8 @@ from forebay.ingress.settings import IngressSettings
 from forebay.ingress.tokenizer import encode_prompt
 
 EMBEDDING = Sampling(max_tokens=1, temperature=0.0)  # no tokens are generated, so sampling has no effect
+CALL = Sampling(max_tokens=(1 << 31) - 1, temperature=0.0)  # an endpoint ends its output itself
+PAYLOAD_BYTES_MAX = 256 << 10  # brokers limit a record to 1 MiB by default
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -88,6 +98,7 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     rendering: Rendering | None = None
     caller: Caller = ANONYMOUS
     shares_prompt: bool = False
+    payload: str = ""
 
     def submission(
         self,
@@ -130,6 +141,7 @@ class PreparedRequest(msgspec.Struct, frozen=True):
             end_user=self.caller.end_user,
             traceparent=self.caller.traceparent,
             shares_prompt=self.shares_prompt,
+            payload=self.payload,
         )
 
     def query(self, request_id: str, *, reply_slot: int, nonce: int, at_us: int) -> RouteQueried:
@@ -332,6 +344,46 @@ class Preparer:
             text = f"input[{index}] has {len(token_ids)} tokens, more than the context of {context} tokens; shorten it"
             raise invalid(text, "input", "context_length_exceeded")
         return self._prepared(body, ExpandedPrompt(token_ids), EMBEDDING, target, "input", task="embed")
+
+    def call(self, name: str, payload: bytes, target: Target) -> PreparedRequest:
+        """Return the call of an endpoint. If `token_ids` of the payload has tokens, the call is routed by them.
+
+        Otherwise workers take turns. Raises ApiError if the payload is too large or no JSON, or has invalid tokens.
+        """
+        if len(payload) > PAYLOAD_BYTES_MAX:
+            text = f"the payload has {len(payload):,} bytes; the limit is {PAYLOAD_BYTES_MAX:,}"
+            raise ApiError(413, "body_too_large", text)
+        try:
+            value = msgspec.json.decode(payload)
+            token_ids = pack_u32(value.get("token_ids") or ()) if isinstance(value, dict) else b""
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise invalid(f"the payload is not valid JSON: {error}", code="invalid_json") from error
+        except (TypeError, ValueError, OverflowError) as error:
+            text = f"token_ids must be a list of integers from 0 to 4,294,967,295: {error}"
+            raise invalid(text, "token_ids") from error
+        routing = msgspec.structs.replace(target.routing, endpoint=name)
+        if not token_ids:
+            routing = msgspec.structs.replace(routing, override=RouterOverride(mode="round-robin"))
+        namespace, prompt_tokens = target.caller.namespace(""), len(token_ids) // U32_BYTES
+        model = self.settings.model_name
+        return PreparedRequest(
+            model=model,
+            token_ids=token_ids,
+            sequence_hashes=sequence_hashes(token_ids, target.block_size, hash_seed("", namespace)),
+            prompt_tokens=prompt_tokens,
+            lora_name="",
+            cache_namespace=namespace,
+            media=(),
+            sampling=CALL,
+            routing=routing,
+            timeout_us=max(1, round(self.settings.timeout_s * 1e6)),
+            task="call",
+            rendering=Rendering(
+                api="endpoints", model=model, created_s=0, card=self.card, prompt_tokens=prompt_tokens, stream=True
+            ),
+            caller=target.caller,
+            payload=payload.decode(),
+        )
 
     def _output_tokens_max(self, body: CompletionBody, prompt_tokens: int) -> int:
         """Return the maximum number of output tokens, at most what the prompt leaves of the context, as in vLLM.

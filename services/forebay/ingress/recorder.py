@@ -42,17 +42,20 @@ class Recorder:
         key = chunk.request_id, chunk.attempt, event.worker_id, event.rank, event.owner_epoch, bool(chunk.logprobs)
         if key != self._key or chunk.prefilled is not None:
             self._add_tokens()
-            first = replace(chunk, first_index=chunk.first_index + known, token_ids=b"", logprobs=())
+            first = replace(chunk, first_index=chunk.first_index + known, token_ids=b"", logprobs=(), objects=())
             self._first, self._key = replace(event, chunks=(first,)), key
         self._token_ids += chunk.token_ids[known * U32_BYTES :]
         self._logprobs += chunk.logprobs[known:]
+        self._objects += chunk.objects[known:]
 
     def _add_tokens(self) -> None:
         if self._first is not None:
             (chunk,) = self._first.chunks
-            chunk = replace(chunk, token_ids=bytes(self._token_ids), logprobs=tuple(self._logprobs))
+            output = {"logprobs": tuple(self._logprobs), "objects": tuple(self._objects)}
+            chunk = replace(chunk, token_ids=bytes(self._token_ids), **output)
             self._events.append(replace(self._first, chunks=(chunk,)))
         self._first, self._key, self._token_ids, self._logprobs = None, None, bytearray(), []
+        self._objects: list[str] = []
 
 
 class RecordedStream(Stream):

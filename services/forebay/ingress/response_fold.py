@@ -289,6 +289,43 @@ class EmbeddingFold(ResponseFold):
             self.is_over = True
 
 
+class CallFold(ResponseFold):
+    """Builds the response to a call: an event per JSON value of the endpoint, then `end` or `error`."""
+
+    _response_id = ""
+
+    def begin(self, response_id: str) -> list[StreamEvent]:
+        self._response_id = response_id
+        return []
+
+    def passed_tokens(self, index: int) -> int:
+        return self.output_tokens
+
+    def is_part_over(self, index: int) -> bool:
+        return self.is_over
+
+    def error_events(self, error: ApiError) -> list[StreamEvent]:
+        return [StreamEvent(self.error_body(error), "error", *self._place() if self.is_final else ())]
+
+    def _push(
+        self, state: ResponseState, index: int, token_ids: list[int], logprobs: list[TokenLogprob | None]
+    ) -> None:
+        count = len(token_ids)
+        values, state.objects = state.objects[:count], state.objects[count:]
+        for value in values:
+            self.output_tokens += 1
+            self._events.append(StreamEvent(value.encode(), "", 0, self.output_tokens))
+
+    def _end(self, state: ResponseState, index: int, ended: ResponseEnded) -> None:
+        assert ended.usage is not None, "a response ends with its usage or an error"
+        self.cached_tokens, self.is_over = ended.usage.cached_tokens, True
+        served = ServingInfo(self._response_id, state.worker_id, state.rank, ended.attempt)
+        self._events.append(StreamEvent(msgspec.json.encode(served.plain()), "end", *self._place()))
+
+    def _place(self) -> tuple[int, int, int]:
+        return 0, self.output_tokens, 1
+
+
 def fold_of(first: RequestSubmitted, rendering: Rendering, model: Model, parsers: ParserFactory) -> ResponseFold:
     """Return the empty response to a request, given its first part on the log and the rendering in it.
 
@@ -296,6 +333,8 @@ def fold_of(first: RequestSubmitted, rendering: Rendering, model: Model, parsers
     """
     if rendering.api == "embeddings":
         return EmbeddingFold(first, rendering)
+    if rendering.api == "endpoints":
+        return CallFold(first, rendering)
     parsing = None
     if rendering.is_chat:
         parsing = ParseOptions(

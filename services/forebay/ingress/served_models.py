@@ -22,6 +22,7 @@ from forebay import runtime
 from forebay.events.models import AliasSet, AliasTarget, ModelCard
 from forebay.events.names import unknown_name
 from forebay.events.request_ids import client_id_of
+from forebay.ingress.caller import Caller
 from forebay.ingress.errors import ApiError, model_required
 from forebay.ingress.front import Front
 from forebay.ingress.group import GroupClient, Readiness
@@ -214,6 +215,22 @@ class ServedModels:
         if entry is not self._only:  # whose owner was required before the body of the request was read
             entry.group.require_owner()
         return RequestedModel(loaded, name)
+
+    async def find_endpoint(self, name: str, caller: Caller) -> LoadedModel:
+        """Return the first model by name whose ready workers have an endpoint, of those that the caller may use.
+
+        Raises ApiError: 404 for an unknown endpoint, 503 if the model cannot be served now.
+        """
+        known: dict[str, ServedModel] = {}
+        for model, entry in sorted(self._entries.items()):
+            owner = entry.group.ready.presence.owner
+            if owner is not None and caller.may_use(model):
+                known = dict.fromkeys(owner.endpoints, entry) | known
+        if name not in known:
+            raise ApiError(404, "endpoint_not_found", unknown_name("endpoint", name, sorted(known)))
+        loaded = await self._load(known[name])
+        known[name].group.require_owner()
+        return loaded
 
     def partitions(self) -> list[int]:
         """Return the control partitions of the models."""

@@ -21,6 +21,7 @@ from xxhash import xxh3_64_hexdigest
 from forebay.engine_model.model import Removed, Stored
 from forebay.events.base import U64_MASK
 from forebay.events.control import Command
+from forebay.events.fleet import CALLS_MAX
 from forebay.events.names import unknown_name
 from forebay.events.requests import Sampling, Task
 from forebay.runtime.errors import ConfigError
@@ -76,6 +77,7 @@ class Request:
         lora_name: name of the LoRA adapter to use; empty for the base model.
         cache_namespace: requests may share cached blocks only if they have the same namespace.
         priority: priority of the request; requests with higher values should run sooner.
+        payload: argument of a call of a named endpoint, any JSON value. Its `token_ids` are those of the request.
         detokenize: returns the text of token ids. Raises Refused for a service without a tokenizer.
         stopped: set when the request is cancelled.
     """
@@ -87,6 +89,7 @@ class Request:
     lora_name: str = ""
     cache_namespace: str = ""
     priority: int = 0
+    payload: Any = None
     detokenize: Callable[[Sequence[int]], str] = field(default=_unknown, repr=False, compare=False)
     stopped: asyncio.Event = field(default_factory=asyncio.Event, repr=False, compare=False)
 
@@ -219,20 +222,26 @@ class Service:
         """Tasks that the service supports, determined by its endpoints."""
         return tuple(task for name, task in TASKS.items() if name in self.endpoints)
 
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """Full names of the endpoints that execute calls."""
+        return tuple(self.endpoint_name(name) for name in self.endpoints if name not in (*TASKS, *CONTROLS))
+
     def endpoint_name(self, endpoint: str) -> str:
         """Return the full name of an endpoint, `namespace.component.endpoint`."""
         return f"{self.name}.{endpoint}"
 
 
 def endpoint(name: str = "") -> Callable[[Function], Function]:
-    """Make a coroutine an endpoint of its service. Use it as a decorator: `@endpoint()`.
+    """Make a method an endpoint of its service. Use it as a decorator: `@endpoint()`.
 
     The endpoint `generate(self, request)` yields token ids or text. `embed(self, request)` returns the numbers of a
-    vector. All other endpoints execute a command of an operator, `(self, command)`. They are named after the command:
-    `clear_kv_blocks`, `load_lora`, `unload_lora`, `sleep`, `wake_up`, `pause` and `resume`.
+    vector. Coroutines `(self, command)` execute a command of an operator. They are named after the command:
+    `clear_kv_blocks`, `load_lora`, `unload_lora`, `sleep`, `wake_up`, `pause` and `resume`. An async generator of
+    another name, `(self, request)`, yields JSON values for the calls of clients. Their argument is `request.payload`.
 
     Args:
-        name: name of the endpoint; empty for the name of the coroutine.
+        name: name of the endpoint; empty for the name of the method.
 
     Raises:
         ServiceInvalid: the decorator was written without parentheses.
@@ -416,8 +425,11 @@ def _endpoints(cls: type) -> dict[str, str]:
             raise ServiceInvalid(f"{cls.__qualname__} has two endpoints {name}: {found[name]} and {method}")
         found[name] = method
         _check_endpoint(cls, name, function)
-    if not found.keys() & TASKS.keys():
+    calls = found.keys() - TASKS.keys() - {*CONTROLS}
+    if not calls and not found.keys() & TASKS.keys():
         raise ServiceInvalid(f"{cls.__qualname__} has no generate endpoint: put @endpoint() on an async generator")
+    if len(calls) > CALLS_MAX:
+        raise ServiceInvalid(f"{cls.__qualname__} has {len(calls)} endpoints for calls; the limit is {CALLS_MAX}")
     return found
 
 
@@ -425,10 +437,11 @@ def _check_endpoint(cls: type, name: str, function: Callable[..., Any]) -> None:
     where = f"{cls.__qualname__}.{function.__name__}"
     if name == "generate" and not inspect.isasyncgenfunction(function):
         raise ServiceInvalid(f"{where}: generate must be an async generator: `async def` with `yield`")
-    if name != "generate" and not inspect.iscoroutinefunction(function):
+    if name in ("embed", *CONTROLS) and not inspect.iscoroutinefunction(function):
         raise ServiceInvalid(f"{where}: the endpoint {name} must be a coroutine: `async def` without `yield`")
-    if name not in TASKS and name not in CONTROLS:
-        raise ServiceInvalid(f"{where}: {unknown_name('endpoint', name, (*TASKS, *CONTROLS))}")
+    if name not in (*TASKS, *CONTROLS) and not inspect.isasyncgenfunction(function):
+        text = unknown_name("endpoint", name, (*TASKS, *CONTROLS))
+        raise ServiceInvalid(f"{where}: {text}; one for calls must be an async generator: `async def` with `yield`")
     try:
         inspect.signature(function).bind(None, None)
     except TypeError:

@@ -40,7 +40,7 @@ from forebay.events.decisions import (
 from forebay.events.pools import PoolChoice
 from forebay.events.progress import AttemptMoved, AttemptRejected
 from forebay.events.requests import RequestResumed, RequestSubmitted, RouteQueried
-from forebay.events.versions import TENANTS_SINCE, may_write
+from forebay.events.versions import CALLS_SINCE, TENANTS_SINCE, may_write
 
 # Queued requests routed per pool and event, which takes about ten milliseconds. The owner routes more of them when it
 # applies the progress events of these requests.
@@ -66,6 +66,8 @@ def submit(world: World, event: RequestSubmitted, offset: int) -> list[AnyDecisi
 
     Return one journal record, or none if the request was already submitted.
     """
+    if event.task == "call" and world.owner_events < CALLS_SINCE:
+        return []  # this program can decode the event, but the owner could not
     requests = world.requests
     known = requests.known_content(event.request_id)
     if known is not None:

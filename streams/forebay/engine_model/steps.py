@@ -17,6 +17,7 @@ class Emitted(msgspec.Struct, frozen=True, gc=False):
     token_ids: bytes  # tokens, as packed u32
     logprobs: tuple[TokenLogprob, ...] = ()  # log probabilities of the tokens; empty if not requested
     text_only: bool = False  # whether the engine returned text, from which the tokens were computed
+    objects: tuple[str, ...] = ()  # JSON values of a call, one per token
 
 
 class FirstTokenStep(msgspec.Struct, frozen=True, gc=False):

@@ -20,6 +20,7 @@ from forebay.transport.base import Draft, Log, LogError
 
 Role = Literal["owner", "standby"]
 OWNER_EVERY_S = 0.25  # standbys claim after 0.8 s without heartbeats (`forebay.live.router.succession.SILENT_S`)
+ENDPOINTS_MAX = 256  # of a heartbeat, which is written four times per second
 STANDBY_EVERY_S = 1.0  # a standby counts for ten seconds after its heartbeat
 
 
@@ -32,6 +33,7 @@ def owner_heartbeat(world: World, group: str, router_id: str, position: int = 0)
         ready_prefill=ready["prefill"],
         ready_decode=ready["decode"],
         card=card_of(world),
+        endpoints=tuple(sorted({name for spec in specs for name in spec.endpoints})[:ENDPOINTS_MAX]),
     )
 
 

@@ -24,11 +24,11 @@ from forebay.ingress.http.admin import add_admin, token_check
 from forebay.ingress.http.answers import add_answers
 from forebay.ingress.http.guards import LOOPBACK_NAMES, ApiKeyGuard, Cors, OriginGuard
 from forebay.ingress.http.health import add_health
-from forebay.ingress.http.openapi import RUNS, body_of, describe, errors, streamed
+from forebay.ingress.http.openapi import EVENTS, RUNS, body_of, content, describe, errors, streamed
 from forebay.ingress.http.pages import add_pages
 from forebay.ingress.http.queries import BODIES as TOKENIZATION_BODIES
 from forebay.ingress.http.queries import StatusOf, add_explain, add_route_query, add_status, add_tokenization
-from forebay.ingress.http.requests import RunRoutes, error_response
+from forebay.ingress.http.requests import ENDPOINTS_PATH, RunRoutes, error_response
 from forebay.ingress.http.responses import add_responses
 from forebay.ingress.messages.body import MessagesBody
 from forebay.ingress.openai.embeddings import EmbeddingBody
@@ -133,6 +133,13 @@ def _describe_runs(app: FastAPI) -> None:
         @app.post(path, name=kind.endpoint, description=text, openapi_extra=body_of(kind), responses=responses)
         async def run() -> Response:
             raise AssertionError("RunRoutes serves these requests")
+
+    events = content(EVENTS, "string", "An event per JSON value of the endpoint, then the event `end` or `error`.")
+
+    @app.post(f"{ENDPOINTS_PATH}{{name}}", name="endpoints", responses={**events, **errors(*RUNS)})
+    async def call() -> Response:
+        """Call an endpoint of a component, `namespace.component.endpoint`. The body is its argument, any JSON value."""
+        raise AssertionError("RunRoutes serves these requests")
 
     add(CHAT_PATH, ChatBody, "Create a chat completion.")
     add(TEXT_PATH, TextBody, "Continue a text or a list of token ids.")

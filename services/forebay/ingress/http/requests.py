@@ -1,4 +1,4 @@
-"""Serve the requests that workers run: chat and text completions, and embeddings.
+"""Serve the requests that workers run: completions, embeddings, and calls of endpoints.
 
 `RunRoutes` calls these steps, as the Kafka API does in `kafka_api.partition`:
     read -> parse -> find the model -> `LoadedModel.prepare` -> `fold` -> `GroupClient.submit` -> `ResponseFold.step`
@@ -41,11 +41,12 @@ from forebay.ingress.responses.body import RESPONSES_PATH, ResponsesBody
 from forebay.ingress.served_models import ServedModels
 from forebay.transport.base import LogError
 
+ENDPOINTS_PATH = "/v1/endpoints/"
 READ_PATHS = ("/v1/requests/", f"{RESPONSES_PATH}/")
 
 
 class RunRoutes:
-    """ASGI middleware that serves `POST` requests of the paths in `KINDS`, and passes on all others.
+    """ASGI middleware that serves `POST` requests of the paths in `KINDS` and of endpoints, and passes on all others.
 
     A request is admitted or rejected before its body is read, also one that reads or cancels an earlier request.
     """
@@ -56,9 +57,11 @@ class RunRoutes:
         self._finder = finder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        kind = KINDS.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        path = scope.get("path", "")
-        if kind is None and (not path.startswith(READ_PATHS) or path.endswith("/explain")):
+        path, is_post = scope.get("path", ""), scope["type"] == "http" and scope["method"] == "POST"
+        kind = KINDS.get(path) if is_post else None
+        is_call = is_post and path.startswith(ENDPOINTS_PATH)
+        endpoint = "endpoints" if is_call else "" if kind is None else kind.endpoint
+        if not endpoint and (not path.startswith(READ_PATHS) or path.endswith("/explain")):
             await self._app(scope, receive, send)
             return
         front = self._models.front
@@ -66,20 +69,24 @@ class RunRoutes:
             caller = caller_of(scope)
             if caller.tenant:
                 send = _with_limits(send, front.limits, caller.key)
-            front.admission.enter(tenant=caller.tenant, is_read=kind is None)
+            front.admission.enter(tenant=caller.tenant, is_read=not endpoint)
         except ApiError as error:
             front.metrics.reject(error.code)
-            if kind is not None:
-                front.metrics.rejected(kind.endpoint)
+            if endpoint:
+                front.metrics.rejected(endpoint)
             # The connection stays open. If it were closed during the upload, the client might not see the response.
             await error.send(send, body=error.encoded(scope["path"]))
             return
         try:
-            if kind is None:
+            if not endpoint:
                 await self._app(scope, receive, send)
                 return
+            request = Request(scope, receive)
             try:
-                response = await respond(Request(scope, receive), self._models, self._finder, kind)
+                if kind is None:
+                    response = await respond_to_call(request, self._models, self._finder)
+                else:
+                    response = await respond(request, self._models, self._finder, kind)
             except (ApiError, LogError, ClientDisconnect) as error:
                 response = error_response(front, error, scope["path"])
             await response(scope, receive, send)
@@ -113,6 +120,24 @@ async def respond(request: Request, models: ServedModels, finder: RequestFinder,
         prepared = await model.prepare(body, request.headers.items(), name, caller)
         add_fields(request.scope, model=body.model)
         run = _Run(request.url.path, model, finder, prepared, began_s, body.outlives, replies_early)
+    return await run.submit(request_id, idempotency)
+
+
+async def respond_to_call(request: Request, models: ServedModels, finder: RequestFinder) -> Response:
+    """Submit the call of an endpoint, and return its unsent response. Raises ApiError as `respond`."""
+    began_s = runtime.monotonic_s()
+    models.require_any()
+    caller, name = caller_of(request.scope), request.scope["path"].removeprefix(ENDPOINTS_PATH)
+    with BodyReader(models.front.bodies) as reader:
+        raw = await reader.read(request)
+        await models.front.admission.turn()
+        request_id = request_id_of(request, "call-")
+        add_fields(request.scope, request_id=request_id)
+        model = await models.find_endpoint(name, caller)
+        model.group.require_capacity("endpoints", caller.tenant)
+        prepared = await model.prepare_call(name, raw or b"null", request.headers.items(), caller)
+        idempotency = idempotency_of(request, raw)
+        run = _Run(request.url.path, model, finder, [prepared], began_s, outlives=False, replies_early=False)
     return await run.submit(request_id, idempotency)
 
 

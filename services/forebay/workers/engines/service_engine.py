@@ -6,6 +6,7 @@ reports the number of blocks that the running requests would need as its load.
 
 import asyncio
 import contextlib
+import dataclasses
 import inspect
 import logging
 import struct
@@ -37,6 +38,9 @@ MAX_NUM_BATCHED_TOKENS = 8_192
 WAITING_MAX = 65_536  # beyond the queue limit of any router; reached only if nothing limits the callers
 SLICE_S = 0.001  # a generator without awaits must not block the other requests
 TOKEN_END = 1 << 32
+# One batch of tokens is one record, which brokers limit to 1 MiB by default.
+OBJECT_BYTES_MAX = 256 << 10
+BATCH_BYTES_MAX = 512 << 10
 
 Outcome = Literal["ok", "failed", "refused", "cancelled"]
 
@@ -67,6 +71,8 @@ class ServiceEngine:
         self._running: dict[str, _Execution] = {}
         self._waiting: dict[str, _Execution] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._unsent_bytes = 0  # of JSON values since the last batch
+        self._sent = asyncio.Event()
         self._loras: list[str] = []
         self._max_num_seqs = settings.max_num_seqs or service.max_num_seqs
         self._block_size = settings.block_size or BLOCK_SIZE
@@ -111,6 +117,7 @@ class ServiceEngine:
             max_num_batched_tokens=self._settings.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS,
             kv_events=spec.kv_events and self._service.kv_events,
             tasks=self._service.tasks,
+            endpoints=self._service.calls,
             loras=tuple(self._loras),
         )
 
@@ -121,6 +128,8 @@ class ServiceEngine:
             self._rank.load = self._load()
             if (batch := self._rank.take()) is not None:
                 publish(batch)
+                self._unsent_bytes = 0
+                self._sent.set()
             await self._wake.wait()
 
     async def stop(self) -> None:
@@ -205,8 +214,9 @@ class ServiceEngine:
     def _check_request(self, item: WorkItem) -> None:
         """Raise AttemptFailed for a request that the service cannot run."""
         name = self._service.name
-        if item.task not in self._service.tasks:
-            raise AttemptFailed(400, "unsupported_task", f"{name} has no endpoint {item.task}")
+        known = self._service.calls if item.task == "call" else self._service.tasks
+        if (item.endpoint or item.task) not in known:
+            raise AttemptFailed(400, "unsupported_task", f"{name} has no endpoint {item.endpoint or item.task}")
         if item.lora_name and item.lora_name not in self._loras:
             raise AttemptFailed(404, "adapter_not_loaded", f"{name} has not loaded the adapter {item.lora_name}")
         if item.sampling.logprobs is not None:
@@ -238,13 +248,13 @@ class ServiceEngine:
             execution.task.cancel()
 
     async def _serve(self, execution: _Execution) -> None:
-        serve = self._embed if execution.item.task == "embed" else self._generate
+        serve = {"generate": self._generate, "embed": self._embed, "call": self._call}
         try:
-            await serve(execution)
+            await serve[execution.item.task](execution)
         except Refused as error:
             self._fail(execution, AttemptFailed(400, "invalid_request", _describe(error)), "refused")
         except Exception as error:
-            where = self._service.endpoint_name(execution.item.task)
+            where = self._endpoint_of(execution)
             if self._is_running(execution):
                 item = execution.item
                 logger.exception("%s failed on %s", where, item.request_id, extra=item.log_extra)
@@ -309,6 +319,32 @@ class ServiceEngine:
             self._rank.embedded(execution.item, struct.pack(f"<{len(vector)}f", *vector))
             self._succeed(execution, "stop")
 
+    async def _call(self, execution: _Execution) -> None:
+        item = execution.item
+        request = dataclasses.replace(execution.request, payload=msgspec.json.decode(item.payload))
+        method = getattr(self.instance, self._service.endpoints[item.endpoint.rpartition(".")[2]])
+        async with contextlib.aclosing(method(request)) as values:
+            async for value in values:
+                text = msgspec.json.encode(value)
+                if len(text) > OBJECT_BYTES_MAX:
+                    raise ValueError(f"yielded {len(text):,} bytes of JSON; the limit is {OBJECT_BYTES_MAX:,}")
+                while self._unsent_bytes and self._unsent_bytes + len(text) > BATCH_BYTES_MAX:
+                    self._sent.clear()
+                    await self._sent.wait()
+                if not self._is_running(execution):
+                    return
+                if not execution.emitted:
+                    self._rank.began(item, self._hit(execution))
+                self._rank.add_object(item, execution.emitted, text.decode())
+                self._unsent_bytes += len(text)
+                execution.emitted += 1
+                self._wake.set()
+                await asyncio.sleep(0)  # a generator without awaits must not block the other requests
+        self._succeed(execution, "stop")
+
+    def _endpoint_of(self, execution: _Execution) -> str:
+        return execution.item.endpoint or self._service.endpoint_name(execution.item.task)
+
     def _is_running(self, execution: _Execution) -> bool:
         return self._running.get(execution.item.request_id) is execution
 
@@ -339,7 +375,7 @@ class ServiceEngine:
         return execution.cached_tokens
 
     def _count_outcome(self, execution: _Execution, outcome: Outcome) -> None:
-        self._count.labels(self._service.endpoint_name(execution.item.task), outcome).inc()
+        self._count.labels(self._endpoint_of(execution), outcome).inc()
 
     def _load(self) -> EngineLoad:
         if self._service.kv_events:

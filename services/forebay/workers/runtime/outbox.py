@@ -291,6 +291,7 @@ class Outbox:
                 token_ids=output.token_ids,
                 logprobs=output.logprobs,
                 text_only=output.text_only,
+                objects=output.objects,
                 reply_key=one.reply_key,
                 prefilled=None
                 if one.fetched is None or output.first_index

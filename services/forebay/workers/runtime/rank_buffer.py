@@ -21,6 +21,7 @@ class _Chunk:
         self.first_index = first_index
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        self.objects: list[str] = []
 
 
 class RankBuffer:
@@ -105,6 +106,11 @@ class RankBuffer:
         chunk.token_ids += token_ids
         chunk.logprobs += logprobs
 
+    def add_object(self, item: WorkItem, index: int, text: str) -> None:
+        """Add the JSON value at a position of the output of a call, from 0. It counts as a token."""
+        self.add_tokens(item, index, [0])
+        self._chunks[item.request_id, item.attempt].objects.append(text)
+
     def began(self, item: WorkItem, cached_tokens: int, onboarded: tuple[OnboardedTokens, ...] = ()) -> None:
         first = FirstTokenStep(item.request_id, item.attempt, cached_tokens, onboarded=onboarded)
         self._events["first_tokens"].append(first)
@@ -133,7 +139,14 @@ class RankBuffer:
             return None
         self._published_load = self.load
         emitted = [
-            Emitted(*request, chunk.first_index, pack_u32(chunk.token_ids), tuple(chunk.logprobs), self._text_only)
+            Emitted(
+                *request,
+                chunk.first_index,
+                pack_u32(chunk.token_ids),
+                tuple(chunk.logprobs),
+                self._text_only,
+                tuple(chunk.objects),
+            )
             for request, chunk in self._chunks.items()
         ]
         batch = EngineBatch(

@@ -192,6 +192,9 @@ class WorkItems:
         if reply.gap:
             message = f"output tokens after the first {request.earlier_tokens} were lost; send the request again"
             return outbox.failure(request, ResponseError(status=502, code="tokens_missing", message=message))
+        if request.earlier_tokens and item.task == "call":
+            message = f"its worker was lost after {request.earlier_tokens} objects; a call cannot go on, so repeat it"
+            return outbox.failure(request, ResponseError(status=502, code="response_interrupted", message=message))
         if request.earlier_tokens and reply.text_only:  # its number of tokens does not tell whether it is complete
             message = (
                 f"its worker was lost after {request.earlier_tokens} output tokens: a response of a server that returns"

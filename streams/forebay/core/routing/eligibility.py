@@ -52,7 +52,7 @@ def requirements_key(request: SubmittedRequest) -> tuple[object, ...]:
     """Return a key over the conditions of a request. Requests with equal keys have the same candidates."""
     hints = request.hints
     mode = None if hints.override is None else hints.override.mode
-    names = hints.worker_id, hints.rank, hints.allowed_workers, hints.session_id, hints.endpoints
+    names = hints.worker_id, hints.rank, hints.allowed_workers, hints.session_id, hints.endpoints, hints.endpoint
     return (*names, hints.required_taints, request.lora_name, request.task, mode, request.is_salted, request.delivery)
 
 
@@ -117,7 +117,8 @@ def _validate_hints(hints: RoutingHints, pool: PoolConfigured, fleet: Fleet) -> 
 
 def _meets_requirements(candidate: CandidateRank, request: SubmittedRequest) -> bool:
     spec, hints, lora_name = candidate.worker.spec, request.hints, request.lora_name
-    if request.task not in spec.tasks or (request.is_salted and not spec.salts_cache):
+    can_run = hints.endpoint in spec.endpoints if request.task == "call" else request.task in spec.tasks
+    if not can_run or (request.is_salted and not spec.salts_cache):
         return False
     if hints.worker_id and (spec.worker_id != hints.worker_id or hints.rank not in (None, candidate.rank)):
         return False
@@ -138,7 +139,7 @@ def _has_server(spec: WorkerSpec, hints: RoutingHints) -> bool:
 
 def _describe_requirements(request: SubmittedRequest) -> str:
     hints, lora_name = request.hints, request.lora_name
-    wants = [] if request.task == "generate" else [f"can {request.task}"]
+    wants = [] if request.task == "generate" else [f"can {request.task} {hints.endpoint}".rstrip()]
     if hints.worker_id:
         wants.append(f"is {hints.worker_id}")
     elif hints.allowed_workers:

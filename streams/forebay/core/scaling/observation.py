@@ -113,7 +113,7 @@ class TrackedRequest:
         expires_us: when the planner forgets the request, even if no event has ended it.
         submitted_us: when its submission was read; None if it was not read, or before the first interval.
         prompt_tokens: length of its prompt; None before its submission.
-        embeds: whether it requests an embedding, which has no output tokens.
+        embeds: whether it requests an embedding, or the output of an endpoint, so it may have no output tokens.
         queued_in: pool in whose queue it waits; empty if it waits in none.
         place: rank that has it now; None if none has it.
         prompted: rank that computes or computed its prompt; None before.
@@ -347,7 +347,7 @@ class GroupObservation:
         request = self._request(state.request_id)
         request.expires_us = self._now_us + remaining_us + ORPHAN_US
         request.prompt_tokens = state.prompt_tokens
-        request.embeds = state.task == "embed"
+        request.embeds = state.task != "generate"
         request.is_routed = True
         request.pools["generate"] = state.pool
         request.counted.add("generate")
@@ -373,7 +373,7 @@ class GroupObservation:
             return  # submitted again
         request.prompt_tokens = event.prompt_tokens
         request.output_max = event.sampling.max_tokens
-        request.embeds = event.task == "embed"
+        request.embeds = event.task != "generate"
         request.submitted_us = self._now_us
         if not request.ended:
             request.expires_us = self._now_us + event.timeout_us + ORPHAN_US

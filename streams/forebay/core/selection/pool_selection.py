@@ -28,6 +28,9 @@ def choose_pool(world: World, first: PoolConfigured, request: SubmittedRequest) 
     take the request are drained.
     """
     if not world.settings.has_rules(first.model):
+        if request.task == "call":  # a component of the model may have a pool of its own
+            pools = world.responding_pools(first.model)
+            return next((pool for pool in pools if has_candidates(world, pool, request)), first), None
         if world.roster(first.pool).ranks:
             return first, None
         pools = world.responding_pools(first.model)

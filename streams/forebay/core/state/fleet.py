@@ -283,7 +283,8 @@ class Fleet:
 
 
 # No decision depends on the card. The digest has fields that were added later only if they have a value, as older logs.
-_DIGESTED = [name for name in WorkerSpec.__struct_fields__ if name not in ("card", "endpoint", "max_loras")]
+_LATER = ("card", "endpoint", "max_loras", "endpoints")
+_DIGESTED = [name for name in WorkerSpec.__struct_fields__ if name not in _LATER]
 
 
 def _term(worker: FleetWorker) -> int:
@@ -292,7 +293,8 @@ def _term(worker: FleetWorker) -> int:
     rejections = worker.rejections, worker.avoided_until_us
     endpoint = (worker.spec.endpoint,) if worker.spec.endpoint else ()
     slots = (("max_loras", worker.spec.max_loras),) if worker.spec.max_loras else ()
-    return digest_of(*place, worker.phase, worker.lease_ttl_ms, spec, *rejections, *endpoint, *slots)
+    endpoints = ("endpoints", *worker.spec.endpoints) if worker.spec.endpoints else ()
+    return digest_of(*place, worker.phase, worker.lease_ttl_ms, spec, *rejections, *endpoint, *slots, *endpoints)
 
 
 def _ingress_term(ingress: FleetIngress) -> int:

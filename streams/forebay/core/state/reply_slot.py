@@ -43,6 +43,7 @@ class ResponseState:
     Attributes:
         tokens: valid output tokens, in order; the reader may remove them.
         logprobs: log probabilities of `tokens`, None for a token without one. The list may be shorter than `tokens`.
+        objects: JSON values of a call, one per token of `tokens`.
         vector: embedding of the prompt as packed f32; empty for generated responses.
         next_index: number of valid tokens received, including removed ones; also the position of the next token.
         served: which worker rank generated which tokens, in order.
@@ -68,6 +69,7 @@ class ResponseState:
         "located",
         "logprobs",
         "next_index",
+        "objects",
         "prefilled",
         "rank",
         "served",
@@ -83,6 +85,7 @@ class ResponseState:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob | None] = []
         self.served: list[ServedFrom] = []
+        self.objects: list[str] = []
         self.vector = b""
         self.next_index = 0
         self.attempt = 0
@@ -136,6 +139,7 @@ class ResponseState:
         if chunk.logprobs:
             self.logprobs += [None] * (len(self.tokens) - len(self.logprobs))
             self.logprobs += chunk.logprobs[known:]
+        self.objects += chunk.objects[known:]
         self.tokens += token_ids[known:] if known else token_ids
         self.next_index += len(token_ids) - known
         self.text_only |= chunk.text_only

@@ -141,7 +141,9 @@ def content_hash(event: RequestSubmitted) -> int:
     the reply slot, the timeout, times and routing hints.
     """
     media = [(one.kind, one.digest, one.first_token, one.tokens) for one in event.media]
-    names = event.model, event.lora_name, event.cache_namespace, event.task
+    names: tuple[str, ...] = event.model, event.lora_name, event.cache_namespace, event.task
+    if event.task == "call":
+        names = *names, event.routing.endpoint, event.payload
     return digest_of(*names, event.nonce, event.sampling, media, seed=xxh3_64_intdigest(event.token_ids))
 
 

@@ -145,6 +145,8 @@ def encode_work(
         store_blocks=store_blocks,
         kv_pin_s=0 if encodes else submitted.kv_pin_s,
         reply_key=submitted.reply_key,
+        endpoint=submitted.routing.endpoint,
+        payload=submitted.payload,
         traceparent=attempt_context(submitted, request.submitted.offset, stage, request.stage_attempt),
         **to.names,
     )

@@ -307,7 +307,8 @@ class Timeline:
         self._state = "submitted"
         self._submission = submission = submission_of(event, offset, self._now_us)
         verb = "route query" if isinstance(event, RouteQueried) else "submitted"
-        text = f"{verb}: {submission.prompt_tokens:,} prompt tokens for {submission.model}"
+        called = f"call of {event.routing.endpoint}, " if event.routing.endpoint else ""
+        text = f"{verb}: {called}{submission.prompt_tokens:,} prompt tokens for {submission.model}"
         self._times = TimeByPart(self._now_us)
         if self._takeover is not None and self._takeover.is_late(event):
             self._entries.append(self._takeover)

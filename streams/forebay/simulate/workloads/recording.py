@@ -151,7 +151,8 @@ async def _applied(log: Log, partition: int) -> AsyncIterator[tuple[int, Request
                     yield run.now_us, event
         # The owner decides a submitted request at once, so the request is the last event that its journal record
         # consumed.
-        if isinstance(event, RequestSubmitted) and _takes(record, event.request_id):
+        # A call of an endpoint runs no model.
+        if isinstance(event, RequestSubmitted) and event.task != "call" and _takes(record, event.request_id):
             yield runs[-1].now_us, event
 
 
