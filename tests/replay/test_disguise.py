@@ -72,6 +72,7 @@ KEPT = {
     ("WorkerSpec", "taints"),
     ("PoolConfigured", "model"),
     ("ClassDeficit", "name"),
+    ("AdapterPlaced", "command_id"),
 }
 FREE_TEXTS = (  # like `reason`, but free text
     "WorkerSuspect",
@@ -80,6 +81,7 @@ FREE_TEXTS = (  # like `reason`, but free text
     "WorkerLost",
     "IngressLost",
     "RequestCancelled",
+    "AdapterFailure",
 )
 HASHES = {"parent_hash", "nonce", "content", "seed", "idempotency_key", "body_hash", "end_user"}
 TOKENS = {"token_id", "stop_token_ids"}  # token ids chosen by a client
