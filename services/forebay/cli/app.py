@@ -26,6 +26,7 @@ COMMANDS: dict[str, dict[str, str | Subcommands]] = {
         "serve": "processes.command:ServeCommand",
     },
     "Look": {
+        "chat": "command:ChatCommand",
         "status": "command:StatusCommand",
         "explain": "replay.command:ExplainCommand",
         "console": "command:ConsoleCommand",

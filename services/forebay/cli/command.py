@@ -37,6 +37,22 @@ class StatusCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChatCommand:
+    """Talk to a model of a running system.
+
+    Ctrl-C cancels an answer, Ctrl-D ends. Commands are /model to list and select models, /explain to see why the router
+    selected the worker of the last answer, /new and /quit. Lines of a pipe are messages, too. Then it exits 1 if a
+    request failed.
+    """
+
+    RUN: ClassVar = "chat:run_chat"
+
+    url: UrlOption = URL
+    api_key: ClientKeyOption = None
+    model: Annotated[str, Option(metavar="NAME", help="Model to talk to. Default: the first one that is served.")] = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IndexCommand:
     """Print the cached blocks of each worker at the journal's end, as `kv.blocks_stored` events.
 
