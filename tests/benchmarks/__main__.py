@@ -19,6 +19,7 @@ NAMES = (
     "disagg",
     "kv-transfer",
     "vllm-tiers",
+    "adapters",
     "overload",
     "planner",
 )

@@ -5,7 +5,7 @@ import asyncio
 from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
-from forebay.core.block_hashes import sequence_hashes
+from forebay.core.block_hashes import hash_seed, sequence_hashes
 from forebay.events.base import U32_BYTES
 from forebay.events.codec import encode
 from forebay.events.rendering import Rendering
@@ -87,9 +87,9 @@ class Client:
         return PreparedRequest(
             model=GROUP,
             token_ids=outcome.prompt,
-            sequence_hashes=sequence_hashes(outcome.prompt, BLOCK),
+            sequence_hashes=sequence_hashes(outcome.prompt, BLOCK, hash_seed(self._planned.lora, "")),
             prompt_tokens=len(outcome.prompt) // U32_BYTES,
-            lora_name="",
+            lora_name=self._planned.lora,
             cache_namespace="",
             media=(),
             sampling=outcome.sampling,

@@ -381,6 +381,16 @@ class Cluster:
                 self.faust.rebalance()
             case "retention":
                 self.faust.begins = self.checks.retained
+            case "adapter":  # only of plans that were written by hand
+                name = f"adapter-{fault.amount}"
+                command = WorkerCommanded(
+                    command_id=f"add-{name}-{self.fired[kind]}",
+                    model=GROUP,
+                    command=Command(action="load_lora", lora_name=name, lora_path="/", placement="auto"),
+                    reply_slot=0,
+                    timeout_us=COMMAND_US,
+                )
+                broker.append(Draft(CONTROL.name, PARTITION, encode(CONTROL, command)), 0)
             case "command":
                 action: Action = "clear_kv_blocks" if fault.at_ms % 2 else "list_loras"
                 command = WorkerCommanded(

@@ -9,8 +9,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from forebay.core.adapter_placement import UNLOAD
 from forebay.events.base import Event
 from forebay.events.decisions import (
+    AdapterPlaced,
     CacheResyncRequested,
     CommandEnded,
     CommandSent,
@@ -70,6 +72,10 @@ def effects_of(decided: JournalRecord, external: Mapping[str, int]) -> Iterator[
                 yield _order(WorkerCommand, target, decided.command_id, decided.action)
             if decided.reason is not None:
                 yield CommandResponse, decided.reply_slot, decided.command_id, (), decided.message
+        case AdapterPlaced():
+            if decided.unloaded:
+                yield _order(WorkerCommand, decided.target, f"{decided.command_id}{UNLOAD}", "unload_lora")
+            yield _order(WorkerCommand, decided.target, decided.command_id, "load_lora")
         case CommandEnded():
             yield CommandResponse, decided.reply_slot, decided.command_id, decided.outcomes, ""
         case CacheResyncRequested():

@@ -74,6 +74,7 @@ class PlannedRequest(msgspec.Struct, frozen=True):
         repeats: name of an earlier request whose id it reuses; empty for an id of its own.
         on_kafka: whether the client uses the Kafka API instead of an ingress.
         external: whether a gateway with a picker carries the request.
+        lora: adapter that the request names; empty for none.
     """
 
     at_ms: int
@@ -89,6 +90,7 @@ class PlannedRequest(msgspec.Struct, frozen=True):
     repeats: str = ""
     on_kafka: bool = False
     external: bool = False
+    lora: str = ""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

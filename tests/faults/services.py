@@ -27,7 +27,7 @@ from forebay.transport.base import LeaseError, Leases, Log, LogError
 from forebay.transport.directory import Directory
 from forebay.transport.kafka.log import KafkaLog
 from forebay.transport.models import ModelStore
-from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.engines.mock.engine import MockEngine, MockLoras
 from forebay.workers.runtime.lease_keeper import LeaseKeeper
 from forebay.workers.runtime.worker import Worker
 from tests.faults.process import Process
@@ -115,7 +115,7 @@ class WorkerService:
             max_num_batched_tokens=256,
             vocabulary=VOCABULARY,
         )
-        self.engine = MockEngine(self._config, speedup=sizes.speedup)
+        self.engine = MockEngine(self._config, speedup=sizes.speedup, loras=MockLoras(slots=2, load_s=0.3))
         self._stopping = False
 
     async def run(self, process: Process, to: Connections) -> None:

@@ -14,7 +14,7 @@ import pytest
 from msgspec import structs
 
 from forebay.events.codec import decode
-from forebay.events.decisions import Advanced, OwnerClaimed, RequestHeld, RequestRouted, Sealed
+from forebay.events.decisions import AdapterPlaced, Advanced, OwnerClaimed, RequestHeld, RequestRouted, Sealed
 from forebay.events.topics import DECISIONS, work_topic
 from forebay.live.indexer.delivered_log import DeliveredRun
 from forebay.transport.base import Record
@@ -260,3 +260,24 @@ def test_an_ingress_takes_a_partition_over_although_a_call_fails(call: int) -> N
     for victim, heir in (("i0", "i1"), ("i1", "i0")):
         result = takeover(call, victim, heir, "kafka", over_kafka(20))
         assert (result.violation, result.failed, result.outcomes) == ("", [], {"answered 200": 20})
+
+
+# Adapters that the owner places
+
+
+@pytest.mark.parametrize("victims", [(), ("w0",), ("w1",), ("r0",), ("r0", "w0"), ("r1", "w1")], ids=repr)
+def test_adapters_are_placed_although_workers_and_routers_are_killed(victims: tuple[str, ...]) -> None:
+    """Six adapters take turns in four slots, so that loads are in flight whenever a process is killed."""
+    added = tuple(Fault(WARM_MS, "adapter", amount=number) for number in range(6))
+    killed = tuple(Fault(KILLED_MS + 250 * at, "kill", victim, 1_500) for at, victim in enumerate(victims))
+    times = (WARM_MS + 500 + 250 * number for number in range(24))
+    requests = tuple(
+        PlannedRequest(at_ms, f"q{at_ms}", "i0", 0, 16, 4, 40, 60_000, lora=f"adapter-{at_ms // 250 * 5 % 6}")
+        for at_ms in times
+    )
+    result = simulate(calm_plan(faults=(*added, *killed), requests=requests))
+    assert (result.violation, result.failed) == ("", [])
+    assert result.outcomes == {"finished length": 24}
+    decided = [decode(DECISIONS, record.value) for record in result.partitions[DECISIONS.name, PARTITION]]
+    placed = [one for one in decided if isinstance(one, AdapterPlaced)]
+    assert len(placed) >= 6 and sum(bool(one.unloaded) for one in placed) >= 2
