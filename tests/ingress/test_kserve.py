@@ -370,8 +370,8 @@ def test_raw_and_typed_contents_have_the_same_values(drawn: tuple[str, Any]) -> 
     untyped = CLASSES["ModelInferRequest"](
         model_name=NAME, inputs=bare, raw_input_contents=[raw, *(b"\1\0\0\0a" for _ in needed)]
     )
-    body = translate(typed, may_stream=True).body
-    assert translate(untyped, may_stream=True).body == body
+    body, _ = translate(typed, may_stream=True)
+    assert translate(untyped, may_stream=True)[0] == body
     assert body[INPUTS[name].field] == (value if isinstance(value, list) or name != "input_ids" else [value])
 
 
@@ -392,7 +392,7 @@ def test_any_message_is_a_body_or_an_error_of_the_client(inputs: Any, raw: list[
         requests.append(CLASSES["ModelInferRequest"].FromString(message))
     for request in requests:
         try:
-            json.dumps(translate(request, may_stream=True).body, allow_nan=False)
+            json.dumps(translate(request, may_stream=True)[0], allow_nan=False)
         except ApiError as error:
             assert error.status in (400, 404)
 

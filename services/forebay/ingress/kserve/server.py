@@ -37,6 +37,7 @@ NOT_PASSED = frozenset({"content-encoding", "content-length", "content-type", "h
 CODES = {401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND", 409: "ABORTED", 429: "RESOURCE_EXHAUSTED"}
 CODES |= {499: "CANCELLED", 501: "UNIMPLEMENTED", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED"}
 
+Translation = tuple[dict[str, Any], Translated]
 OnEvent = Callable[["_Reply", Any], Awaitable[None]]
 
 
@@ -101,7 +102,7 @@ class _Service:
         return {"name": request.name, "versions": [VERSION], "platform": "forebay", **described()}
 
     async def model_infer(self, requests: AsyncIterator[Any], context: Any) -> dict[str, Any]:
-        async def read() -> Translated:
+        async def read() -> Translation:
             if (request := await anext(requests, None)) is None:
                 raise invalid("ModelInfer got no request; send one")
             return translate(request, may_stream=False)
@@ -128,13 +129,15 @@ class _Service:
     async def _answer(self, request: Any, context: Any, write: Callable[..., Awaitable[None]]) -> None:
         """Write the responses to a request. The parameter `triton_final_response` of the last one is true."""
         ended: dict[str, Any] = {}
+        final = {"key": "triton_final_response", "value": {"bool_param": True}}
+        failed, unread = {"model_name": request.model_name, "id": request.id, "parameters": [final]}, [request]
+        del request  # it may have megabytes, and the response may take minutes
 
-        async def read() -> Translated:
-            return translate(request, may_stream=True)
+        async def read() -> Translation:
+            return translate(unread.pop(), may_stream=True)
 
         async def fail(error: Any) -> None:
-            final = {"key": "triton_final_response", "value": {"bool_param": True}}
-            await write({"model_name": request.model_name, "id": request.id, "parameters": [final]}, error["message"])
+            await write(failed, error["message"])
 
         async def on_event(reply: _Reply, found: Any) -> None:
             if "error" in found:
@@ -156,7 +159,7 @@ class _Service:
         self,
         context: Any,
         path: str,
-        read: Callable[[], Awaitable[Translated]] | None = None,
+        read: Callable[[], Awaitable[Translation]] | None = None,
         on_event: OnEvent | None = None,
         app: ASGIApp | None = None,
     ) -> _Reply:
@@ -177,8 +180,8 @@ class _Service:
 
         async def receive() -> Message:
             if unread:
-                reply.translated = await unread.pop()()
-                return {"type": "http.request", "body": msgspec.json.encode(reply.translated.body)}
+                body, reply.translated = await unread.pop()()
+                return {"type": "http.request", "body": msgspec.json.encode(body)}
             await gone.wait()
             return {"type": "http.disconnect"}
 

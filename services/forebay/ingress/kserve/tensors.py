@@ -88,15 +88,15 @@ def described() -> dict[str, list[dict[str, Any]]]:
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """A `ModelInferRequest` as a body of the completions API.
+    """A request without its prompt, which is freed while the response is generated.
 
     Attributes:
         outputs: names of the output tensors of the response.
         echoed: token ids with which `output_ids` begins.
     """
 
-    request: Any
-    body: dict[str, Any]
+    model_name: str
+    request_id: str
     outputs: frozenset[str]
     echoed: list[int]
 
@@ -111,9 +111,9 @@ class Translated:
             values["num_output_tokens"] = usage["completion_tokens"]
         outputs = [_encoded(name, value) for name, value in values.items() if name in self.outputs]
         return {
-            "model_name": self.request.model_name,
+            "model_name": self.model_name,
             "model_version": VERSION,
-            "id": self.request.id or found["id"],
+            "id": self.request_id or found["id"],
             "parameters": [{"key": name, "value": {"bool_param": value}} for name, value in parameters.items()],
             "outputs": [tensor for tensor, _ in outputs],
             "raw_output_contents": [raw for _, raw in outputs],
@@ -132,8 +132,8 @@ def _encoded(name: str, value: Any) -> tuple[dict[str, Any], bytes]:
     return {"name": name, "datatype": datatype, "shape": shape}, raw
 
 
-def translate(request: Any, *, may_stream: bool) -> Translated:
-    """Return a request as a body of the completions API. Raises ApiError for invalid tensors.
+def translate(request: Any, *, may_stream: bool) -> tuple[dict[str, Any], Translated]:
+    """Return a `ModelInferRequest` as a body of the completions API. Raises ApiError for invalid tensors.
 
     The completions API checks the fields of the body.
     """
@@ -163,7 +163,8 @@ def translate(request: Any, *, may_stream: bool) -> Translated:
     echoes = not streams and not excludes
     body |= {"prompt": ids[:length] if ids else body["prompt"], "echo": echoes, "return_token_ids": bool(ids)}
     body["stream_options"] = {"include_usage": True} if streams else None
-    return Translated(request, body, _outputs(request, has_tokens=bool(ids)), ids[:length] if echoes else [])
+    outputs, echoed = _outputs(request, has_tokens=bool(ids)), ids[:length] if echoes else []
+    return body, Translated(request.model_name, request.id, outputs, echoed)
 
 
 def _parameters(request: Any, encoded: str) -> list[tuple[str, Any, str]]:
