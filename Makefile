@@ -91,7 +91,7 @@ fuzz-bugs: $(READY) ## check that the simulation finds each planted bug; a name 
 	@$(BIN)/python -m tests.faults.planted $(ARGS)
 
 test-kafka: $(READY) ## run the tests on real Kafka and Redis (Java 17, Maven); options in ARGS="..."
-	@$(BIN)/pytest $(REAL) tests/integration/test_pages.py tests/integration $(ARGS)
+	@$(BIN)/pytest $(REAL) --numprocesses 3 tests/integration/test_pages.py tests/integration $(ARGS)
 
 test-engines: $(READY_ENGINES) $(READY_GATEWAY) ## run the tests on real vLLM, Envoy, Kafka and Redis; options in ARGS="..."
 	@$(VENV_ENGINES)/bin/pytest $(REAL) tests/engines $(ARGS)
