@@ -175,7 +175,7 @@ SGLANG = Adapter(
         (SERVER_ARGS, [
             "tp_size", "pp_size", "enable_dp_attention",
             "disable_radix_cache", "enable_memory_saver", "enable_weights_cpu_backup", "enable_priority_scheduling",
-            "schedule_low_priority_values_first", "dist_init_addr",
+            "schedule_low_priority_values_first", "dist_init_addr", "dllm_algorithm",
         ]),
         (f"{SGLANG_ENGINE}.async_generate", sglang_requests.logprob_arguments(SAMPLING)),
         (f"{SGLANG_ENGINE}.async_generate", sglang_engine.Rendezvous(host="h", port=1, room=1).arguments()),

@@ -164,6 +164,59 @@ async def test_stop_tokens_do_not_apply_if_the_end_is_ignored(started: Start) ->
         assert "SGLang ignores stop_token_ids" in answer.error.message
 
 
+async def test_a_diffusion_model_emits_blocks(started: Start) -> None:
+    """Also if `max_tokens` or a stop token ends the response inside of a block."""
+    prompt = list(range(1, 11))
+    async with started(dllm_algorithm="LowConfidence") as one:
+        assert (one.spec.block_size, one.spec.max_num_seqs) == (sglang_standin.DLLM_BLOCK, 1)
+        whole = await one.ask(prompt, 9)
+        assert (whole.tokens, whole.error) == (answer_of(prompt, 9), None)
+        assert whole.finished is not None and (whole.finished.reason, whole.finished.output_tokens) == ("length", 9)
+        firsts = [first.request_id for batch in one.batches for first in batch.first_tokens]
+        assert firsts == [whole.item.request_id]  # not for the steps without tokens
+        stop = answer_of(prompt, 4)[-1]
+        stopped = await one.ask(prompt, 9, stop_token_ids=(stop,), ignore_eos=False)
+        assert stopped.tokens == answer_of(prompt, answer_of(prompt, 9).index(stop) + 1)
+        await reported(one, one.blocks(prompt))
+    async with started(dllm_algorithm="LowConfidence", max_running_requests=8) as one:
+        assert one.spec.max_num_seqs == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("seed", 7),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.5),
+        ("logit_bias", (TokenBias(token_id=3, bias=1.0),)),
+        ("logprobs", 1),
+        ("structured", StructuredOutput(kind="json_object")),
+        ("min_tokens", 2),
+    ],
+)
+async def test_a_diffusion_model_rejects_what_sglang_ignores(started: Start, name: str, value: Any) -> None:
+    async with started(dllm_algorithm="LowConfidence") as one:
+        answer = await one.ask(PROMPT, 4, **{name: value})
+        assert answer.error is not None and (answer.error.status, answer.error.code) == (400, "unsupported_parameter")
+        assert f"SGLang ignores {name} for diffusion models" in answer.error.message
+        assert (await one.ask(PROMPT, 4, temperature=0.7, top_p=0.8, top_k=20)).error is None
+    async with started() as one:
+        assert (await one.ask(PROMPT, 4, **{name: value})).error is None
+
+
+def test_a_diffusion_model_is_not_started_without_its_options(settings: EngineSettings, tmp_path: Path) -> None:
+    diffusion = replace(settings, arguments={"dllm_algorithm": "LowConfidence"})
+    assert engine_arguments(diffusion, None)["dllm_algorithm"] == "LowConfidence"
+    tiers = TierSettings(host_bytes=8 * 10**9)
+    for changes, name in (
+        ({"role": "prefill"}, r"disaggregation_mode \(--role\)"),
+        ({"loras": {"sql": tmp_path}}, r"enable_lora \(--lora\)"),
+        ({"tiers": tiers}, r"enable_hierarchical_cache \(--kv-tier\)"),
+    ):
+        with pytest.raises(EngineError, match=name):
+            engine_arguments(replace(diffusion, **changes), None)
+
+
 async def test_a_token_id_beyond_the_vocabulary_does_not_reach_the_scheduler(started: Start) -> None:
     async with started() as one:
         answer = await one.ask([5, 512], 2)

@@ -32,7 +32,9 @@ SERVER_ARGS: dict[str, Any] = {  # with the defaults
     "is_embedding": False, "disable_radix_cache": False, "enable_priority_scheduling": False,
     "schedule_low_priority_values_first": False, "enable_memory_saver": False, "enable_weights_cpu_backup": False,
     "load_format": "auto", "dtype": "auto", "enable_dp_attention": False, "enable_deterministic_inference": False,
+    "enable_hierarchical_cache": False, "dllm_algorithm": None,
 }  # fmt: skip
+DLLM_BLOCK = 8  # 4 for SDAR, 32 for LLaDA2
 SAMPLING_PARAMS = {
     "max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p",
     "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "n", "beam_width", "json_schema",
@@ -80,6 +82,7 @@ class State:
     logprobs: int | None = None
     stops: tuple[int, ...] = ()
     room: int | None = None
+    denoised: bool = False
 
 
 class Watchdog:
@@ -95,6 +98,8 @@ class ServerArgs:
         if unknown:
             raise TypeError(f"Unexpected keyword argument {unknown.pop()!r}")
         self._resolved = {**SERVER_ARGS, **arguments}
+        if self._resolved["dllm_algorithm"] is not None:
+            self._resolved["page_size"] = DLLM_BLOCK
 
     def resolved_dict(self) -> dict[str, Any]:
         return dict(self._resolved)
@@ -175,12 +180,24 @@ class TokenizerManager:
             if abort is not None and requested.generated:
                 self._emit(name, state, {"output_ids": requested.generated[-1:]}, abort)
                 continue
-            requested.generated.append(next_token([*requested.prompt, *requested.generated]))
-            reason = "stop" if requested.generated[-1] in state.stops else "length"
-            done = reason == "stop" or len(requested.generated) >= requested.max_tokens
+            count = 1
+            if self.arguments["dllm_algorithm"] is not None:
+                # A diffusion model reports a step without tokens before each block. A block may begin in the prompt.
+                count = DLLM_BLOCK - (len(requested.prompt) + len(requested.generated)) % DLLM_BLOCK
+                state.denoised = not state.denoised
+                if state.denoised:
+                    self._emit(name, state, {"output_ids": []}, None)
+                    continue
+            block: list[int] = []
+            reason, done = "length", False
+            while len(block) < count and not done:
+                block.append(next_token([*requested.prompt, *requested.generated]))
+                requested.generated += block[-1:]
+                reason = "stop" if block[-1] in state.stops else "length"
+                done = reason == "stop" or len(requested.generated) >= requested.max_tokens
             if done:
                 self._publish(requested.rank, cache.store(requested, [*requested.prompt, *requested.generated[:-1]]))
-            self._emit(name, state, {"output_ids": requested.generated[-1:]}, {"type": reason} if done else None)
+            self._emit(name, state, {"output_ids": block}, {"type": reason} if done else None)
 
     def _meets(self, room: int | None) -> bool:
         """Return whether the other side of a request has connected; its prompt is computed only then."""

@@ -76,9 +76,22 @@ def engine_arguments(settings: EngineSettings, sources: Mapping[str, Any] | None
     if settings.tiers is not None:
         arguments |= hicache_arguments(settings, settings.tiers)
     arguments |= settings.arguments
+    if arguments.get("dllm_algorithm"):
+        _require_no_dropped(arguments)
     if not arguments.get("incremental_streaming_output"):
         raise EngineError("the SGLang engine needs incremental_streaming_output: remove it from the engine arguments")
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _require_no_dropped(arguments: Mapping[str, Any]) -> None:
+    """Raise EngineError for arguments that SGLang would drop for a diffusion model, with a warning in its log only."""
+    dropped = {
+        "disaggregation_mode (--role)": arguments.get("disaggregation_mode", "null") != "null",
+        "enable_lora (--lora)": arguments.get("enable_lora"),
+        "enable_hierarchical_cache (--kv-tier)": arguments.get("enable_hierarchical_cache"),
+    }
+    if names := [name for name, is_set in dropped.items() if is_set]:
+        raise EngineError(f"SGLang supports no {', '.join(names)} for diffusion models (dllm_algorithm); remove it")
 
 
 def hicache_arguments(settings: EngineSettings, tiers: TierSettings) -> dict[str, Any]:

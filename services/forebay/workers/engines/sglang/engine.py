@@ -131,6 +131,8 @@ class SglangEngine(ModelEngine):
         loads = await self._manager.get_loads()
         sizes = (self._resolved["chunked_prefill_size"], self._resolved["max_prefill_tokens"])
         reported = max((load.max_running_requests for load in loads), default=0)
+        if self._resolved.get("dllm_algorithm"):
+            reported = 1  # SGLang's default for diffusion models, which its loads do not report
         return msgspec.structs.replace(
             spec,
             block_size=self._resolved["page_size"],

@@ -18,6 +18,17 @@ from forebay.workers.engines.vllm.requests import token_logprob
 ANY_OBJECT = '{"type": "object"}'
 
 _AS_IS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos")
+# Parameters that SGLang's diffusion algorithms ignore, with the values that have no effect. They also ignore
+# temperature, top_p, top_k, min_p and repetition_penalty, but requests have these from the model's own defaults, too.
+_AUTOREGRESSIVE: dict[str, Any] = {
+    "seed": None,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": (),
+    "logprobs": None,
+    "structured": None,
+    "min_tokens": 0,
+}
 
 
 def ignored(sampling: Sampling, resolved: Mapping[str, Any]) -> str | None:
@@ -29,6 +40,10 @@ def ignored(sampling: Sampling, resolved: Mapping[str, Any]) -> str | None:
         )
     if sampling.stop_token_ids and sampling.ignore_eos:
         return "SGLang ignores stop_token_ids if ignore_eos is true: send only one of the two"
+    if resolved.get("dllm_algorithm"):
+        names = [name for name, neutral in _AUTOREGRESSIVE.items() if getattr(sampling, name) != neutral]
+        if names:
+            return f"SGLang ignores {', '.join(names)} for diffusion models: remove the parameter"
     return None
 
 
