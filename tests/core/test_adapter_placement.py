@@ -6,6 +6,7 @@ import pytest
 
 from forebay.core.adapter_placement import BLOCKED_US, KEPT_US, LOAD_US, WAITING_MAX
 from forebay.core.rederive import Rederivation
+from forebay.core.state.commands import PENDING_MAX
 from forebay.core.step import advance, claim
 from forebay.core.worker_commands import FAILED_US
 from forebay.core.world import World
@@ -209,6 +210,64 @@ def test_later_loads_require_the_digest_of_the_first() -> None:
     drive.lose(routed.worker_id)
     (pending,) = drive.world.commands.pending()
     assert (pending.command.lora_name, pending.command.lora_digest) == ("x", DIGEST)
+
+
+def test_worker_loads_one_adapter_at_a_time() -> None:
+    drive = started("a")
+    _, first = ask(drive, "r1", "x")
+    (held,) = ask(drive, "r2", "y")
+    assert isinstance(held, RequestHeld)
+    end(drive, first)
+    (second,) = drive.wait(BLOCKED_US)
+    assert second.lora_name == "y"
+
+
+def test_commands_in_flight_are_bounded() -> None:
+    drive = started("a")
+    for number in range(PENDING_MAX - 1):
+        drive("control", commanded(f"c{number}", nonce=number))
+    (held,) = ask(drive, "r", "x")
+    assert isinstance(held, RequestHeld)
+    assert isinstance(drive.wait(LOAD_US)[-1], AdapterPlaced)
+
+
+def test_operator_may_have_used_the_id_of_a_command() -> None:
+    drive = started("a")
+    name = f"adapter-{drive.world.seq + 2}"
+    drive("control", commanded(name))
+    _, placed = ask(drive, "r", "x")
+    assert placed.command_id == f"{name}-"
+
+
+def test_waiting_requests_get_an_adapter_that_enters_the_catalog() -> None:
+    drive = Driver()
+    drive("control", pool())
+    drive("fleet", joined("a", 0, max_loras=1, loras=("x",)))
+    (routed,) = ask(drive, "r", "x")
+    drive.lose("a")
+    drive("fleet", joined("b", 1, max_loras=1))
+    catalog(drive, "x")
+    assert [one.lora_name for one in drive.decided if isinstance(one, AdapterPlaced)] == ["x"]
+    assert routed.worker_id == "a"
+
+
+def test_waiting_requests_of_a_snapshot_get_their_adapter() -> None:
+    drive = started(slots=1)
+    lost = load(drive, "r", "x").worker_id
+    drive.finish(load(drive, "other", "y"))
+    drive.lose(lost)
+    for restored in (drive.copy(), drive):
+        (placed,) = restored.wait(KEPT_US)
+        assert (placed.lora_name, placed.unloaded) == ("x", "y")
+
+
+def test_digest_covers_the_slots_of_a_worker() -> None:
+    digests = set()
+    for slots in (0, 1, 2):
+        drive = Driver()
+        drive("fleet", joined("a", 0, max_loras=slots))
+        digests.add(drive.world.digest())
+    assert len(digests) == 3
 
 
 def test_popular_adapter_gets_another_worker() -> None:

@@ -27,6 +27,7 @@ class AdapterCatalog:
     def __init__(self) -> None:
         self.stranded: dict[str, None] = {}
         self._placed: dict[str, AdapterState] = {}
+        self._blocked: dict[str, int] = {}  # `retry_us` of the adapters that have one, because every event reads it
 
     def __len__(self) -> int:
         return len(self._placed)
@@ -40,9 +41,13 @@ class AdapterCatalog:
     def put(self, adapter: AdapterState) -> None:
         """Add an adapter, or replace its state."""
         self._placed[adapter.lora_name] = adapter
+        self._blocked.pop(adapter.lora_name, None)
+        if adapter.retry_us:
+            self._blocked[adapter.lora_name] = adapter.retry_us
 
     def remove(self, name: str) -> None:
         del self._placed[name]
+        self._blocked.pop(name, None)
 
     def sync(self, worker_id: str, loras: Iterable[str], now_us: int) -> None:
         """Record which adapters a worker has loaded now; none if it left."""
@@ -68,8 +73,8 @@ class AdapterCatalog:
 
     def unblock(self, now_us: int) -> None:
         """Let the owner try again to place adapters whose time has come."""
-        for one in [one for one in self._placed.values() if 0 < one.retry_us <= now_us]:
-            self.put(replace(one, retry_us=0))
+        for name in [name for name, retry_us in self._blocked.items() if retry_us <= now_us]:
+            self.put(replace(self._placed[name], retry_us=0))
 
     def strand(self, request: ActiveRequest) -> None:
         """Note that an accepted request without a worker waits, if its adapter is in the catalog."""
@@ -78,7 +83,7 @@ class AdapterCatalog:
 
     def next_due_us(self) -> int | None:
         """Return when the owner tries again to place an adapter, in microseconds on its clock, or None."""
-        return min((one.retry_us for one in self._placed.values() if one.retry_us), default=None)
+        return min(self._blocked.values(), default=None)
 
     def digest(self) -> int:
         """Return a 64-bit digest, the sum of a term per adapter. It is 0 without any, as in logs without catalogs."""
