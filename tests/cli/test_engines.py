@@ -29,6 +29,7 @@ from forebay.processes.engines import EngineChoice, built, with_own_disk
 from forebay.runtime.errors import ConfigError, install_command
 from forebay.workers.engine import EngineError
 from forebay.workers.engines.adapters import ADAPTERS, ENGINES, Adapter
+from forebay.workers.engines.encode import EncodeEngine
 from forebay.workers.engines.engine_process import EngineProcess
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.mock.kv import KvSettings
@@ -125,6 +126,57 @@ def test_unusable_options_are_rejected(
     with pytest.raises(ConfigError) as raised:
         choose(**{"engine": "vllm", **options})
     assert str(raised.value).startswith(message)
+
+
+ENCODERS = """
+class Mine:
+    def load(self): pass
+    def encode_all(self, media): pass
+
+class Late(Mine):
+    async def load(self): pass
+
+class Half:
+    def load(self): pass
+
+class Broken(Mine):
+    def __init__(self): raise KeyError("WEIGHTS")
+"""
+
+
+@pytest.fixture
+def encoders(tmp_path: Path) -> str:
+    file = tmp_path / "enc.py"
+    file.write_text(ENCODERS)
+    return str(file)
+
+
+def test_an_encoder_of_the_user_is_selected_by_its_class(encoders: str) -> None:
+    engine, spec = built(choose(f"{encoders}:Mine", role="encode"), "e", pool="")
+    assert isinstance(engine, EncodeEngine)
+    assert (spec.engine, spec.role, spec.pool) == ("Mine", "encode", "encode")
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "message"),
+    [
+        ("Half", "encode", "Half of .*enc.py is not an encoder; expected a class with the methods load"),
+        ("Late", "encode", "Late of .*enc.py is not an encoder; .*both without async"),
+        ("None", "encode", "enc.py has no class None"),
+        ("Broken", "encode", "cannot create Broken: KeyError: 'WEIGHTS'"),
+        ("Mine", "aggregated", "Mine of .*enc.py is an encoder, not a service; use forebay worker --role encode"),
+        ("Mine", "decode", "Mine of .*enc.py is an encoder, not a service"),
+    ],
+)
+def test_an_unusable_encoder_is_rejected(encoders: str, name: str, role: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        built(choose(f"{encoders}:{name}", role=role), "e", pool="")
+
+
+@pytest.mark.usefixtures("fake")
+def test_an_engine_without_an_encoder_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"the vllm engine has no encoder; use --engine FILE\.py:Class"):
+        built(choose("vllm", role="encode"), "e", pool="")
 
 
 def test_a_mock_engine_uses_the_timing_and_sizes_of_its_profile_by_default(

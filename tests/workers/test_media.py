@@ -1,10 +1,12 @@
 """Images at workers: encoding, fetching of embeddings, and their failures."""
 
 import asyncio
+import re
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +21,7 @@ from forebay.events.media import Encoded, Media
 from forebay.events.progress import EncodeFailed, EncodeFinished, RequestFailed, RequestFinished, TransferFailed
 from forebay.events.tokens import ResponseEnded
 from forebay.workers.engine import EngineBatch, EngineError, EngineRefused
-from forebay.workers.engines.encode import WIDTH, EncodeEngine, MediaUnusable, StandInEncoder
+from forebay.workers.engines.encode import WIDTH, EncodeEngine, MediaUnusable, StandInEncoder, load_encoder
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.runtime import media_feed
@@ -152,7 +154,7 @@ async def test_encode_worker_refuses_other_requests(scene: Scene, memory: Memory
 
 
 @asynccontextmanager
-async def engine(encoder: StandInEncoder) -> AsyncIterator[tuple[EncodeEngine, list[EngineBatch]]]:
+async def engine(encoder: Any) -> AsyncIterator[tuple[EncodeEngine, list[EngineBatch]]]:
     one = EncodeEngine(encoder)
     batches: list[EngineBatch] = []
     await one.start(SPEC)
@@ -345,6 +347,43 @@ def test_standin_depends_on_pixels_and_placeholders() -> None:
     video = media(b"frames", kind="video")
     assert encoder.encode(video).shape == (4, WIDTH)
     assert encoder.encode_all([media(png()), video]).shape == (8, WIDTH)
+
+
+async def test_encoder_of_the_documentation_works(tmp_path: Path, memory: Memory) -> None:
+    page = Path(__file__).parents[2] / "docs/multimodal.md"
+    (code,) = re.findall(r"```python stripes.py\n(.*?)```", page.read_text(), re.DOTALL)
+    (tmp_path / "stripes.py").write_text(code)
+    some = [media(png(color)) for color in ((200, 30, 91), (1, 2, 3))]
+    async with engine(load_encoder(f"{tmp_path}/stripes.py:Stripes")()) as (one, batches):
+        one.submit(encode_item("a", *some, epoch=1))
+        one.submit(encode_item("b", media(b"no image"), epoch=1))
+        await until(lambda: any(batch.failed for batch in batches))
+    (done,) = [done for batch in batches for done in batch.encoded]
+    assert done.encoded.shape == (8, 8)
+    rows = memory.arrays[done.encoded.descriptor]
+    assert not np.array_equal(rows[:4], rows[4:])
+    (failed,) = [failed for batch in batches for failed in batch.failed]
+    assert (failed.error.status, failed.error.code) == (400, "media_not_encoded")
+
+
+async def test_failure_to_load_names_the_encoder(memory: Memory) -> None:
+    class Unloadable(Encoder):
+        def load(self) -> None:
+            raise FileNotFoundError("weights.bin")
+
+    with pytest.raises(EngineError, match=r"Unloadable failed to load: FileNotFoundError: weights\.bin"):
+        await EncodeEngine(Unloadable()).start(SPEC)
+
+
+async def test_result_that_is_no_array_is_named(scene: Scene, memory: Memory) -> None:
+    class Lists(Encoder):
+        def encode_all(self, media: Sequence[Media]) -> Any:
+            return super().encode_all(media).tolist()
+
+    async with scene.serving(encode_worker(scene, Lists())) as epoch:
+        await scene.send(encode_item("r", media(png()), epoch=epoch))
+        await until(lambda: scene.progress(EncodeFailed))
+    assert scene.progress(EncodeFailed)[0].error == "the encoder returned a list, expected a numpy array"
 
 
 def test_standin_refuses_invalid_images(monkeypatch: pytest.MonkeyPatch) -> None:

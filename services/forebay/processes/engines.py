@@ -23,7 +23,7 @@ from forebay.simulate.profiles.profile import MOCKER, Profile, load_profile
 from forebay.workers.adapter_cache import AdapterCache
 from forebay.workers.engine import Engine
 from forebay.workers.engines.adapters import ADAPTERS, MOCK
-from forebay.workers.engines.encode import EncodeEngine, StandInEncoder
+from forebay.workers.engines.encode import EncodeEngine, Encoder, StandInEncoder, load_encoder
 from forebay.workers.engines.engine_process import engine_process
 from forebay.workers.engines.mock.engine import MockEngine, MockLoras
 from forebay.workers.engines.mock.kv import KvSettings
@@ -52,7 +52,7 @@ class EngineChoice:
     """Selected engine and its settings.
 
     Attributes:
-        engine: One of `ENGINES`, or a user's service class as FILE.py:Class.
+        engine: One of `ENGINES`, or a user's service or encoder class as FILE.py:Class.
         settings: `model` is the default model directory if no model was named.
         speedup: Speed of a mock engine relative to the modelled GPU.
         profile: Step times and default sizes of a mock engine.
@@ -72,7 +72,7 @@ class EngineChoice:
 
     @property
     def label(self) -> str:
-        """Name of the engine, or of the user's service class."""
+        """Name of the engine, or of the user's class."""
         return self.engine.rpartition(":")[2]
 
     @property
@@ -104,7 +104,7 @@ def built(
 ) -> tuple[Engine, WorkerSpec]:
     """Build an engine without starting it, and the spec of its worker. Sizes that only a started engine knows are 1.
 
-    Raises ConfigError if the user's service cannot be loaded.
+    Raises ConfigError if the user's service or encoder cannot be loaded.
     """
     settings = choice.settings
     spec = WorkerSpec(
@@ -150,10 +150,19 @@ def tokenizer_probes(model: Model) -> tuple[TokenizerProbe, ...]:
     return tuple((text, is_prompt, tuple(model.encode(text, special=is_prompt))) for text, is_prompt in texts)
 
 
-def _encoder(choice: EngineChoice) -> StandInEncoder:
+def _encoder(choice: EngineChoice) -> Encoder:
     if choice.is_mock:
         return StandInEncoder()
-    raise ConfigError(f"--role encode: the {choice.label} engine has no encoder; use --engine {MOCK}, a stand-in")
+    if choice.engine in ADAPTERS:
+        raise ConfigError(
+            f"--role encode: the {choice.label} engine has no encoder; use --engine FILE.py:Class, an encoder of your"
+            f" own, or {MOCK}, a stand-in"
+        )
+    encoder = load_encoder(choice.engine)
+    try:
+        return encoder()
+    except Exception as error:  # the code of users may raise anything
+        raise ConfigError(f"cannot create {choice.label}: {type(error).__name__}: {error}") from error
 
 
 def _mock(choice: EngineChoice, spec: WorkerSpec) -> tuple[Engine, WorkerSpec]:

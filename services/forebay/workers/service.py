@@ -323,19 +323,29 @@ def load_service(target: str) -> Service:
     Raises:
         ConfigError: the target is invalid, the file cannot be executed, or the class is not a service.
     """
-    match = _FILE.fullmatch(target)
-    if match is None:
-        raise ConfigError(f"invalid service {target!r}: expected FILE.py:Class")
-    module, name = _run_file(Path(match["file"])), match["name"]
+    file, name, module = run_target(target, "service")
     found = getattr(module, name, None)
     definition = service_of(found) if isinstance(found, type) else None
     if definition is not None:
         return definition
+    if hasattr(found, "encode_all"):
+        raise ConfigError(f"{name} of {file} is an encoder, not a service; use forebay worker --role encode")
     others = [key for key, value in vars(module).items() if isinstance(value, type) and service_of(value)]
     known = f"; services in the file: {', '.join(others)}" if others else ""
     if found is None:
-        raise ConfigError(f"{match['file']} has no class {name}{known}")
-    raise ConfigError(f"{name} of {match['file']} is not a service: decorate the class with @service(...){known}")
+        raise ConfigError(f"{file} has no class {name}{known}")
+    raise ConfigError(f"{name} of {file} is not a service: decorate the class with @service(...){known}")
+
+
+def run_target(target: str, kind: str) -> tuple[str, str, ModuleType]:
+    """Execute the file of `FILE.py:Class`, and return the file, the name of the class and the module.
+
+    Raises ConfigError if the target is invalid or the file cannot be executed.
+    """
+    match = _FILE.fullmatch(target)
+    if match is None:
+        raise ConfigError(f"invalid {kind} {target!r}: expected FILE.py:Class")
+    return match["file"], match["name"], _run_file(Path(match["file"]))
 
 
 def _run_file(path: Path) -> ModuleType:

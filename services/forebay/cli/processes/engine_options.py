@@ -11,7 +11,8 @@ from forebay.workers.engines.adapters import ENGINES, MOCK
 from forebay.workers.engines.settings import START_S
 
 ENGINE_HELP = (
-    f"Engine: {', '.join(ENGINES)}, or a service class as FILE.py:Class. Experimental: sglang and tensorrt-llm."
+    f"Engine: {', '.join(ENGINES)}, or FILE.py:Class, a service, or an encoder for --role encode. Experimental: sglang"
+    " and tensorrt-llm."
 )
 
 

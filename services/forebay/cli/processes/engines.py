@@ -23,6 +23,7 @@ from forebay.simulate.profiles.profile import MOCKER, load_profile
 from forebay.workers.adapter_cache import CHUNK_BYTES, RANK_MAX, AdapterCache, base_names, is_uri
 from forebay.workers.engine import EngineRefused
 from forebay.workers.engines.adapters import ADAPTERS, ENGINES, MOCK
+from forebay.workers.engines.encode import load_encoder
 from forebay.workers.engines.settings import LORA_SLOTS, EngineSettings
 from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.kv_transfer.own_address import address_towards, own_address
@@ -95,7 +96,8 @@ def choose_engine(options: EngineOptions) -> EngineChoice:
         **kv,
     )
     if options.engine not in ENGINES:
-        load_service(options.engine)  # here, because no event loop runs yet, and the code of users may start one
+        load = load_encoder if options.role == "encode" else load_service
+        load(options.engine)  # here, because no event loop runs yet, and the code of users may start one
     return EngineChoice(
         engine=options.engine,
         settings=settings,

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from hashlib import shake_128
-from typing import TYPE_CHECKING
+from inspect import iscoroutinefunction
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import msgspec
 from prometheus_client.registry import Collector
@@ -24,10 +25,11 @@ from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.media import Encoded, Media
 from forebay.events.work import WorkItem
-from forebay.runtime.errors import install_command
+from forebay.runtime.errors import ConfigError, install_command
 from forebay.workers.engine import AttemptFailed, EngineBatch, EngineError, EngineRefused, Failed, MediaEncoded, Publish
 from forebay.workers.kv_transfer.embeddings import ARENA_BYTES, LEASE_S, EmbeddingTransfer
 from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name, load_nixl
+from forebay.workers.service import run_target
 
 if TYPE_CHECKING:
     from forebay.workers.kv_transfer.embeddings import Array
@@ -49,6 +51,38 @@ class MediaUnusable(AttemptFailed):
 
     def __init__(self, message: str) -> None:
         super().__init__(400, "media_not_encoded", message)
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """Encoder of images and videos. Its methods run in a thread of its own, one call at a time."""
+
+    def load(self) -> None:
+        """Prepare the encoder, for example load weights. Any exception ends the worker at its start."""
+
+    def encode_all(self, media: Sequence[Media]) -> "Array":
+        """Return the embeddings of images and videos, in order, of shape [placeholder tokens, width].
+
+        Raises MediaUnusable if an image or video is invalid. After any other exception another worker is tried.
+        """
+
+
+def load_encoder(target: str) -> type[Encoder]:
+    """Execute a Python file and return the encoder class `FILE.py:Class`.
+
+    Raises ConfigError if the target is invalid, the file cannot be executed, or the class is not an encoder.
+    """
+    file, name, module = run_target(target, "encoder")
+    found = getattr(module, name, None)
+    if found is None:
+        raise ConfigError(f"{file} has no class {name}")
+    is_encoder = isinstance(found, type) and issubclass(found, Encoder)
+    if is_encoder and not any(map(iscoroutinefunction, (found.load, found.encode_all))):
+        return cast(type[Encoder], found)
+    raise ConfigError(
+        f"--role encode: {name} of {file} is not an encoder; expected a class with the methods load() and"
+        " encode_all(media), both without async"
+    )
 
 
 class StandInEncoder:
@@ -117,7 +151,7 @@ def _pixels(content: bytes) -> bytes:
 class EncodeEngine:
     """Engine of an encode worker: encodes the images and videos of requests, and keeps the embeddings for readers."""
 
-    def __init__(self, encoder: StandInEncoder, *, arena_bytes: int = ARENA_BYTES, lease_s: float = LEASE_S) -> None:
+    def __init__(self, encoder: Encoder, *, arena_bytes: int = ARENA_BYTES, lease_s: float = LEASE_S) -> None:
         self._encoder = encoder
         self._arena_bytes = arena_bytes
         self._lease_s = lease_s
@@ -137,7 +171,13 @@ class EncodeEngine:
         """
         load_nixl()
         self._worker_id = spec.worker_id
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._encoder.load)
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._encoder.load)
+        except EngineError:
+            raise
+        except Exception as error:  # an encoder may raise anything
+            name = type(self._encoder).__name__
+            raise EngineError(f"{name} failed to load: {type(error).__name__}: {error}") from error
         return msgspec.structs.replace(
             spec,
             role="encode",
@@ -226,9 +266,13 @@ class EncodeEngine:
         return EngineBatch(rank=item.rank, load=self._load(), failed=failed, encoded=encoded)
 
     async def _encoded(self, item: WorkItem) -> Encoded:
+        import numpy  # noqa: PLC0415 - an extra
+
         generation, loop = self._generation, asyncio.get_running_loop()
         array = await loop.run_in_executor(self._thread, self._encoder.encode_all, item.media)
         rows = sum(one.tokens for one in item.media)
+        if not isinstance(array, numpy.ndarray):
+            raise TransferError(f"the encoder returned a {type(array).__name__}, expected a numpy array")
         if array.ndim != 2 or len(array) != rows:
             shape = " x ".join(map(str, array.shape))
             raise TransferError(f"the encoder returned an array of shape {shape} for {rows} placeholders")
