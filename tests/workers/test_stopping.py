@@ -19,7 +19,7 @@ from forebay.events.work import WorkerCommand
 from forebay.transport.base import Draft
 from forebay.workers.adapter_cache import AdapterCache
 from forebay.workers.engine import EngineError, EngineRefused, Publish
-from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.engines.mock.engine import MockEngine, MockLoras
 from forebay.workers.runtime import life_cycle as life
 from forebay.workers.runtime import worker as worker_module
 from forebay.workers.runtime.commands import ERROR_CHARS_MAX, WAITING_MAX
@@ -28,6 +28,7 @@ from forebay.workers.runtime.metrics import LIVE_S, Probes, WorkerMetrics
 from forebay.workers.runtime.worker import Worker
 from tests.workers.adapter_files import files, written
 from tests.workers.conftest import GROUP, PARTITION, Scene, engine_config, until
+from tests.workers.hosted import HOSTED_SPEC
 
 
 class Fragile(MockEngine):
@@ -152,6 +153,15 @@ async def test_adapter_at_a_uri_is_loaded_from_the_cache_and_kept_while_it_is_us
     await obeyed(scene, "refused", "load_lora", lora_name="a", lora_path=uris[0])
     engine.error = None
     assert (await obeyed(scene, "now", "load_lora", lora_name="b", lora_path=uris[1])).loras == ("b",)
+
+
+async def test_mock_engine_has_a_limit_of_adapters(tmp_path: Path) -> None:
+    engine = MockEngine(engine_config(), loras=MockLoras(slots=1))
+    assert (await engine.start(HOSTED_SPEC)).max_loras == 1
+    load = Command(action="load_lora", lora_name="x", lora_path=str(tmp_path))
+    assert await engine.command(load) == await engine.command(load) == ("x",)
+    with pytest.raises(EngineRefused, match="all 1 slots for adapters are taken; unload one first"):
+        await engine.command(msgspec.structs.replace(load, lora_name="y"))
 
 
 @pytest.mark.usefixtures("epoch")

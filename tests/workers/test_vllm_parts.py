@@ -229,6 +229,10 @@ def test_an_adapter_that_the_engine_does_not_unload_stays(tmp_path: Path) -> Non
     with loras.removing("a"):
         pass
     assert loras.is_reused(LoraAdapter("a", 3, "/other"))
+    loras.add(LoraAdapter("b", 4, "/cache/b", "digest"))
+    assert not loras.is_reused(LoraAdapter("b", 5, "/cache/b", "digest")), "its cached blocks are still valid"
+    assert loras.is_reused(LoraAdapter("b", 5, "/cache/b", "other"))
+    loras.loaded.pop("b")
     again = loras.offered("a", str(directory))
     assert again is not None and again.number > adapter.number
 
