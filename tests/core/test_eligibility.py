@@ -94,7 +94,8 @@ def called(drive: Driver, name: str, routing: RoutingHints = RANK, **changes: An
 
 
 def test_a_call_goes_to_workers_with_its_endpoint_also_in_another_pool() -> None:
-    drive = Driver().fleet("model")
+    drive = Driver().fleet()
+    drive("fleet", joined("model", endpoints=()))
     drive("control", pool_of("scores"))
     refused = called(drive, "early")
     assert (refused.reason, refused.message) == (

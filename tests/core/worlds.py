@@ -118,6 +118,11 @@ HINTS = (
     RoutingHints(override=RouterOverride(mode="least-loaded", assume_kv_reuse=False)),
     RoutingHints(policy_class="batch"),
 )
+ENDPOINTS = ("demo.scores.rank", "demo.scores.close")
+CALLS = (
+    *(RoutingHints(endpoint=name) for name in ENDPOINTS),
+    RoutingHints(endpoint=ENDPOINTS[0], override=RouterOverride(mode="round-robin")),
+)
 QUEUE = QueueConfig(
     threshold=0.25,
     policy="wspt",
@@ -155,7 +160,8 @@ Applied = tuple[str, InputEvent | None, int]
 
 def spec(worker_id: str, **changes: Any) -> WorkerSpec:
     sizes: dict[str, Any] = {"kv_blocks_total": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    return WorkerSpec(**{"worker_id": worker_id, "model": "m", "block_size": BLOCK, **sizes, **changes})
+    sizes |= {"block_size": BLOCK, "endpoints": ENDPOINTS[:1]}
+    return WorkerSpec(**{"worker_id": worker_id, "model": "m", **sizes, **changes})
 
 
 def joined(worker_id: str, slot: int = 0, **changes: Any) -> WorkerJoined:
@@ -424,7 +430,7 @@ def disagg_policy_of(world: World, request: ActiveRequest) -> str:
     return world.settings.disagg_of(world.pools[request.submitted.pool]).policy
 
 
-TWICE = ("stored", "command", "obey", "in_store", "prefilled", "rules", "media", "encoded")
+TWICE = ("stored", "command", "obey", "in_store", "prefilled", "rules", "media", "encoded", "call")
 ONCE = (
     *sorted(PROGRESS_KINDS - set(TWICE)),
     *("busy", "query", "removed", "cleared", "report", "cancel", "resume", "wait", "decline", "costs"),
@@ -490,18 +496,17 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
             fields |= {"idempotency_key": max(0, depth - 6), "ingress_incarnation": INGRESSES[third]}
             fields |= {"routing": HINTS[(first + depth) % len(HINTS)], "delivery": DELIVERIES[first % 3]}
             drive("requests", request(f"r{number}", blocks, tenant=TENANTS[number % 3], **fields))
-        case "media":
-            drive("requests", request(f"r{number}", blocks, nonce=number, media=(MEDIA,) * (1 + first % 2)))
+        case "media" | "call":
+            media, call = {"media": (MEDIA,) * (1 + first % 2)}, {"task": "call", "routing": CALLS[first % 3]}
+            drive("requests", request(f"r{number}", blocks, nonce=number, **(media if kind == "media" else call)))
         case "query":
             drive("requests", query(f"q{number}", blocks, routing=HINTS[first % len(HINTS)]))
         case "again":
             drive("requests", request(f"r{first}", blocks, nonce=first))
         case "join_encoder" | "join_prefiller" | "join_other":
             join_another(drive, kind, first, depth, third)
-        case "lose_encoder":
-            drive.lose(ENCODERS[third % 2])
-        case "lose_prefiller":
-            drive.lose(PREFILLERS[third % 2])
+        case "lose_encoder" | "lose_prefiller":
+            drive.lose((ENCODERS if kind == "lose_encoder" else PREFILLERS)[third % 2])
         case "lose_other":
             drive.lose("o" if third == 2 else "n")
         case "disagg" if first < 5:
@@ -525,8 +530,9 @@ def perform(drive: Driver, number: int, action: tuple[str, Any]) -> None:
             drive.wait(first * 1_000)
         case "join":
             odd = bool(first % 2)
-            ranks = {"dp_size": 1 + odd, "dp_start_rank": 3 * odd}
+            ranks: dict[str, Any] = {"dp_size": 1 + odd, "dp_start_rank": 3 * odd}
             addresses = {"kv_store": STORES[depth % 3], "endpoint": worker if depth % 3 else ""}
+            ranks |= {"endpoints": ENDPOINTS[: first % 3]}
             drive("fleet", joined(worker, third, **ranks, kv_events=first != 4, **addresses))
         case "lose" | "suspect" | "recover" | "drain":
             drive.fact(FACTS[kind], worker)
