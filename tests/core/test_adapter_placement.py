@@ -4,6 +4,7 @@ from typing import Any, cast
 
 import pytest
 
+from forebay.core import worker_commands
 from forebay.core.adapter_placement import BLOCKED_US, KEPT_US, LOAD_US, WAITING_MAX
 from forebay.core.rederive import Rederivation
 from forebay.core.state.commands import PENDING_MAX
@@ -22,6 +23,7 @@ from forebay.events.decisions import (
     RequestRouted,
 )
 from forebay.events.progress import CommandDone, CommandRefused, FirstTokenEmitted
+from forebay.events.requests import RoutingHints
 from forebay.events.versions import PLACEMENT_SINCE
 from tests.core.worlds import PROMPTS, Driver, Recorded, commanded, joined, pool, request
 
@@ -332,3 +334,50 @@ def test_blocked_placement_is_tried_again_only_while_a_request_waits() -> None:
 def test_other_modes_place_adapters_too(mode: str) -> None:
     drive = started(mode=mode)
     load(drive, "r", "x")
+
+
+@pytest.mark.parametrize("error", ["", "its rank r is 99"])
+def test_adapter_that_is_removed_while_it_loads_stays_removed(error: str) -> None:
+    drive = started()
+    _, placed = ask(drive, "r", "x")
+    drive("control", commanded("c", "unload_lora", "x"))
+    end(drive, placed, error)
+    assert drive.world.adapters.get("x") is None
+
+
+def test_adding_an_adapter_again_changes_nothing() -> None:
+    drive = started()
+    load(drive, "r", "x")
+    before = drive.world.adapters.get("x")
+    catalog(drive, "x")
+    assert drive.world.adapters.get("x") == before
+
+
+def test_catalog_has_only_adapters_of_known_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = started()
+    add: dict[str, Any] = {"lora_path": "s3://b/t", "placement": "auto"}
+    (other,) = drive("control", commanded("c", "load_lora", "t", model="other", **add))
+    assert (other.reason, other.message) == ("unknown_model", "no pool serves the model other")
+    monkeypatch.setattr(worker_commands, "ADAPTERS_MAX", len(drive.world.adapters))
+    (full,) = drive("control", commanded("d", "load_lora", "t", **add))
+    assert (full.reason, full.message) == ("too_many_adapters", "the catalog has 6 adapters, the maximum")
+
+
+def test_request_that_no_worker_may_take_loads_no_adapter() -> None:
+    drive = started()
+    (rejected,) = ask(drive, "r", "x", routing=RoutingHints(required_taints=("gpu",)))
+    assert (type(rejected), rejected.reason) == (RequestRejected, "no_eligible_worker")
+    assert not drive.world.counts["adapters_loaded"]
+
+
+def test_policy_that_fails_loads_no_adapter() -> None:
+    def fail(*_: Any) -> int:
+        raise KeyError
+
+    drive = Driver(custom={"mine.Broken": fail})
+    drive("control", pool(mode="mine.Broken"))
+    drive("fleet", joined("a", 0, max_loras=2))
+    catalog(drive, "x")
+    (held,) = ask(drive, "r", "x")
+    assert isinstance(held, RequestHeld)
+    assert not drive.world.counts["adapters_loaded"]
