@@ -349,7 +349,7 @@ def test_adding_an_adapter_again_changes_nothing() -> None:
     drive = started()
     load(drive, "r", "x")
     before = drive.world.adapters.get("x")
-    catalog(drive, "x")
+    drive("control", commanded("again", "load_lora", "x", lora_path="s3://b/x", placement="auto"))
     assert drive.world.adapters.get("x") == before
 
 
@@ -371,10 +371,11 @@ def test_request_that_no_worker_may_take_loads_no_adapter() -> None:
 
 
 def test_policy_that_fails_loads_no_adapter() -> None:
-    def fail(*_: Any) -> int:
-        raise KeyError
+    class Broken:
+        def decide(self, world: Any, request: Any) -> int:
+            raise KeyError
 
-    drive = Driver(custom={"mine.Broken": fail})
+    drive = Driver(custom={"mine.Broken": Broken})
     drive("control", pool(mode="mine.Broken"))
     drive("fleet", joined("a", 0, max_loras=2))
     catalog(drive, "x")
