@@ -29,6 +29,7 @@ from forebay.events.heartbeats import RejectedWorker, RouterHeartbeat
 from forebay.events.topics import HEARTBEATS
 from forebay.ingress.model import DEFAULT_MODEL
 from forebay.processes import worker as attached_module
+from forebay.processes.engines import EngineChoice
 from forebay.processes.worker import (
     AttachedWorkers,
     Attachment,
@@ -49,7 +50,7 @@ from forebay.workers.runtime.life_cycle import State
 from forebay.workers.runtime.metrics import Probes
 from forebay.workers.runtime.worker import WorkerReplaced
 from forebay.workers.service import Request, Service, endpoint, service, service_of
-from tests.cli.in_process import error_of
+from tests.cli.in_process import error_of, forebay
 from tests.harness import fork_server
 from tests.harness.local import free_ports
 from tests.harness.openai_server import OpenAiServer
@@ -183,11 +184,26 @@ def test_options_of_an_engine_are_rejected(option: dict[str, Any], message: str)
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("option", [["--kv-host", "h"], ["--dp-start-rank", "1"], ["--speedup", "2"]])
+@pytest.mark.parametrize(
+    "option",
+    [["--kv-host", "h"], ["--dp-start-rank", "1"], ["--speedup", "2"], ["--embedding-cache-size", "1MB"]],
+)
 def test_the_command_rejects_options_of_an_engine(option: list[str]) -> None:
     assert f"{option[0]} cannot be combined with --upstream" in error_of(
         "worker", "--kafka", "127.0.0.1:1", "--upstream", URL, *option
     )
+
+
+def test_only_an_encode_worker_has_a_cache_of_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[WorkerSettings] = []
+    monkeypatch.setattr("forebay.cli.processes.worker.run", started.append)
+    monkeypatch.setattr("forebay.cli.processes.worker.run_service", lambda _: None)
+    forebay("worker", "--kafka", "127.0.0.1:1", "--role", "encode", "--embedding-cache-size", "500MB")
+    (engine,) = (one.engine for one in started)
+    assert isinstance(engine, EngineChoice)
+    assert engine.settings.embedding_cache_bytes == 500_000_000
+    error = error_of("worker", "--kafka", "127.0.0.1:1", "--embedding-cache-size", "1MB")
+    assert "--embedding-cache-size requires --role encode, got aggregated" in error
 
 
 def settings_of(**options: Any) -> WorkerSettings:

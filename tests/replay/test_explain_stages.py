@@ -287,7 +287,7 @@ async def test_both_stages_of_a_request_with_an_image_are_explained() -> None:
     made.progress("r", EncodeFailed, error="out of memory")
     made.progress("r", EncodeFinished, encoded=ENCODED)
     made.progress("r", TransferFailed, error="it is gone")
-    made.progress("r", EncodeFinished, encoded=ENCODED)
+    made.progress("r", EncodeFinished, encoded=ENCODED, cached=1)
     report(made, FirstTokenEmitted, RequestFinished)
     found = await explained(made)
     assert words(found) == [
@@ -304,6 +304,10 @@ async def test_both_stages_of_a_request_with_an_image_are_explained() -> None:
     assert texts[1].startswith(f"encode sent to {encoder}: ")
     assert any("could not encode its images and videos: out of memory" in text for text in texts)
     assert any("could not fetch its embeddings: it is gone" in text for text in texts)
+    assert [text.partition(" encoded ")[2] for text in texts if " encoded its " in text] == [
+        "its images and videos",
+        "its images and videos; the embeddings of 1 were in its cache",
+    ]
     assert (first_token_of(found).attempt, found.state) == (2, "finished")
 
 

@@ -20,9 +20,12 @@ from forebay.events.kv import BlocksStored
 from forebay.events.media import Encoded, Media
 from forebay.events.progress import EncodeFailed, EncodeFinished, RequestFailed, RequestFinished, TransferFailed
 from forebay.events.tokens import ResponseEnded
-from forebay.workers.engine import EngineBatch, EngineError, EngineRefused
+from forebay.ingress.model import DEFAULT_MODEL
+from forebay.processes.engines import EngineChoice, built
+from forebay.workers.engine import EngineBatch, EngineError, EngineRefused, MediaEncoded
 from forebay.workers.engines.encode import WIDTH, EncodeEngine, MediaUnusable, StandInEncoder, load_encoder
 from forebay.workers.engines.mock.engine import MockEngine
+from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.runtime import media_feed
 from forebay.workers.runtime.resume import continued
@@ -149,13 +152,17 @@ async def test_encode_worker_refuses_other_requests(scene: Scene, memory: Memory
         with pytest.raises(EngineRefused, match="does not support sleep"):
             await worker.engine.command(Command(action="sleep"))
         await worker.engine.check()
-        assert not worker.engine.collectors()
         assert not worker.engine.held(0)
 
 
 @asynccontextmanager
-async def engine(encoder: Any) -> AsyncIterator[tuple[EncodeEngine, list[EngineBatch]]]:
-    one = EncodeEngine(encoder)
+async def engine(encoder: Any, **sizes: Any) -> AsyncIterator[tuple[EncodeEngine, list[EngineBatch]]]:
+    async with running(EncodeEngine(encoder, **sizes)) as batches:
+        yield batches
+
+
+@asynccontextmanager
+async def running(one: Any) -> AsyncIterator[tuple[EncodeEngine, list[EngineBatch]]]:
     batches: list[EngineBatch] = []
     await one.start(SPEC)
     task = asyncio.create_task(one.run(batches.append))
@@ -170,27 +177,132 @@ async def engine(encoder: Any) -> AsyncIterator[tuple[EncodeEngine, list[EngineB
 async def test_cancelled_and_reset_work_is_not_published(memory: Memory) -> None:
     encoder = Encoder()
     async with engine(encoder) as (one, batches):
-        for name in ("a", "b", "c"):
-            one.submit(encode_item(name, media(png()), epoch=1))
+        for number, name in enumerate(("a", "b", "c")):
+            one.submit(encode_item(name, media(png((number, 0, 0))), epoch=1))
         one.cancel("b")
         one.cancel("nobody")
         await until(lambda: len([1 for batch in batches if batch.encoded]) == 2)
         assert [done.request_id for batch in batches for done in batch.encoded] == ["a", "c"]
         encoder.gate.clear()
-        one.submit(encode_item("d", media(png()), epoch=1))
+        one.submit(encode_item("d", media(png((3, 0, 0))), epoch=1))
         await until(lambda: encoder.begun == 3)
         one.cancel("d")
         encoder.gate.set()
         await until(lambda: encoder.passed == 3)  # a, c and d: the gate must not close before d has passed
         encoder.gate.clear()
-        one.submit(encode_item("e", media(png()), epoch=1))
+        one.submit(encode_item("e", media(png((4, 0, 0))), epoch=1))
         await until(lambda: encoder.begun == 4)
         one.reset()
         encoder.gate.set()
-        one.submit(encode_item("f", media(png()), epoch=2))
+        one.submit(encode_item("f", media(png((5, 0, 0))), epoch=2))
         await until(lambda: any(done.request_id == "f" for batch in batches for done in batch.encoded))
         assert [done.request_id for batch in batches for done in batch.encoded] == ["a", "c", "f"]
         assert [name.partition("@")[0] for name in memory.closed] == ["w1"]
+
+
+# The cache of embeddings
+
+
+RED, GREEN, BLUE = (media(png(color)) for color in ((255, 0, 0), (0, 255, 0), (0, 0, 255)))
+BYTES_EACH = 4 * WIDTH * 4
+
+
+class CountingEncoder(Encoder):
+    """Encoder that keeps the images of each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[list[str]] = []
+
+    def encode_all(self, media: Sequence[Media]) -> Any:
+        self.calls.append([one.digest for one in media])
+        return super().encode_all(media)
+
+
+async def encoded_by(
+    one: EncodeEngine, batches: list[EngineBatch], name: str, *some: Media, **changes: Any
+) -> MediaEncoded:
+    """Encode the images of a request and return the result."""
+
+    def results() -> list[MediaEncoded]:
+        return [done for batch in batches for done in batch.encoded if done.request_id == name]
+
+    one.submit(encode_item(name, *some, epoch=1, **changes))
+    await until(lambda: bool(results()))
+    return results()[0]
+
+
+def metrics_of(one: EncodeEngine) -> dict[str, float]:
+    samples = [sample for metric in one.collectors()[0].collect() for sample in metric.samples]
+    assert {sample.labels["worker_id"] for sample in samples} == {"w1"}
+    return {sample.name.removeprefix("forebay_embedding_cache_"): sample.value for sample in samples}
+
+
+async def test_cached_embeddings_equal_the_encoded_ones(memory: Memory) -> None:
+    encoder = CountingEncoder()
+    async with engine(encoder) as (one, batches):
+        first = await encoded_by(one, batches, "a", RED)
+        mixed = await encoded_by(one, batches, "b", GREEN, RED, GREEN, BLUE)
+        one.reset()  # the worker lost its epoch, but not its images
+        again = await encoded_by(one, batches, "c", GREEN)
+        assert [done.cached for done in (first, mixed, again)] == [0, 1, 1]
+        assert encoder.calls == [[RED.digest], [GREEN.digest, BLUE.digest]], "each image is encoded once"
+        rows = memory.arrays[mixed.encoded.descriptor]
+        assert np.array_equal(rows, StandInEncoder().encode_all([GREEN, RED, GREEN, BLUE]))
+        assert np.array_equal(memory.arrays[again.encoded.descriptor], rows[:4])
+        assert metrics_of(one) == {"hits_total": 2, "misses_total": 4, "bytes": 3 * BYTES_EACH}
+
+
+async def test_least_recently_used_embeddings_are_evicted(memory: Memory) -> None:
+    async with engine(StandInEncoder(), cache_bytes=2 * BYTES_EACH) as (one, batches):
+        order = (RED, GREEN, RED, BLUE, RED, GREEN)
+        cached = [(await encoded_by(one, batches, str(at), some)).cached for at, some in enumerate(order)]
+        assert cached == [0, 0, 1, 0, 1, 0], "BLUE replaces GREEN, not RED"
+        large = media(png(), tokens=9)
+        assert [(await encoded_by(one, batches, name, large)).cached for name in "xy"] == [0, 0]
+        assert (await encoded_by(one, batches, "z", RED)).cached == 1, "what does not fit evicts nothing"
+        assert metrics_of(one)["bytes"] == 2 * BYTES_EACH
+
+
+async def test_size_of_the_cache_is_that_of_the_settings(memory: Memory) -> None:
+    settings = EngineSettings(model=DEFAULT_MODEL, model_name="m", role="encode", embedding_cache_bytes=0)
+    async with running(built(EngineChoice(engine="mock", settings=settings), "w1", pool="")[0]) as (one, batches):
+        assert [(await encoded_by(one, batches, name, RED)).cached for name in "ab"] == [0, 0]
+
+
+async def test_embeddings_are_shared_only_within_a_cache_namespace(memory: Memory) -> None:
+    async with engine(StandInEncoder()) as (one, batches):
+        names = ("", "acme", "acme", "")
+        done = [await encoded_by(one, batches, str(at), RED, cache_namespace=name) for at, name in enumerate(names)]
+        assert [each.cached for each in done] == [0, 0, 1, 1]
+
+
+async def test_cache_survives_an_encoder_that_reuses_its_array(memory: Memory) -> None:
+    class Reusing(StandInEncoder):
+        array = np.zeros((4, WIDTH), dtype=np.float32)
+
+        def encode_all(self, media: Sequence[Media]) -> Any:
+            self.array[:] = super().encode_all(media)
+            return self.array
+
+    async with engine(Reusing()) as (one, batches):
+        for name, some in (("a", RED), ("b", GREEN)):
+            await encoded_by(one, batches, name, some)
+        red = await encoded_by(one, batches, "c", RED)
+        assert np.array_equal(memory.arrays[red.encoded.descriptor], StandInEncoder().encode_all([RED]))
+
+
+async def test_failed_encoding_is_not_cached(scene: Scene, memory: Memory) -> None:
+    encoder = Encoder()
+    encoder.fails = MemoryError("full")
+    async with scene.serving(encode_worker(scene, encoder)) as epoch:
+        await scene.send(encode_item("r", RED, epoch=epoch))
+        await until(lambda: scene.progress(EncodeFailed))
+        encoder.fails = None
+        for name in "st":
+            await scene.send(encode_item(name, RED, epoch=epoch))
+        await until(lambda: len(scene.progress(EncodeFinished)) == 2)
+    assert [event.cached for event in scene.progress(EncodeFinished)] == [0, 1]
 
 
 # Answering

@@ -145,11 +145,13 @@ class EncodeFinished(ProgressEvent, tag="progress.encode_finished", frozen=True,
 
     Attributes:
         encoded: location and size of the embeddings.
+        cached: number of images and videos whose embeddings were in the worker's cache.
     """
 
     SUMMARY = "images and videos encoded as {0.encoded.shape_text} {0.encoded.dtype}"
 
     encoded: Encoded
+    cached: Count = 0
 
 
 class EncodeFailed(ProgressEvent, tag="progress.encode_failed", frozen=True, kw_only=True):

@@ -124,7 +124,7 @@ def built(
         role=settings.role,
     )
     if settings.role == "encode":
-        return EncodeEngine(_encoder(choice)), spec
+        return EncodeEngine(_encoder(choice), cache_bytes=settings.embedding_cache_bytes), spec
     if choice.is_mock:
         return _mock(choice, spec)
     if choice.engine in ADAPTERS:

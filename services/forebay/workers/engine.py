@@ -85,11 +85,15 @@ class Vector(msgspec.Struct, frozen=True):
 
 
 class MediaEncoded(msgspec.Struct, frozen=True):
-    """Event: the images and videos of a request are encoded, which ends the encode stage."""
+    """Event: the images and videos of a request are encoded, which ends the encode stage.
+
+    The embeddings of `cached` of them were in a cache.
+    """
 
     request_id: str
     attempt: int
     encoded: Encoded
+    cached: int = 0
 
 
 class PromptPrefilled(msgspec.Struct, frozen=True):

@@ -547,6 +547,10 @@ class WorkerCommand:
         str | None,
         Option(help="Address from which other workers fetch KV. Default: the local address of the route to Kafka."),
     ] = None
+    embedding_cache_size: Annotated[
+        str | None,
+        Option(help="Maximum size of cached embeddings of images, such as 500MB. Role encode only. Default: 1GB."),
+    ] = None
     drain_s: Annotated[
         float, Option(min=0.0, max=86_400.0, help="Seconds to finish requests in flight after SIGTERM.")
     ] = 30.0

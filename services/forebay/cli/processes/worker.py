@@ -3,6 +3,7 @@
 from typing import cast
 
 from forebay.cli.common.errors import explained, run_service
+from forebay.cli.common.times import size
 from forebay.cli.processes.command import WorkerCommand
 from forebay.cli.processes.engine_options import EngineOptions
 from forebay.cli.processes.engines import SAME_OPTIONS, choose_engine, reached_at, tiered
@@ -43,6 +44,10 @@ def _worker_id(given: str, servers: int) -> str:
 def _own(options: WorkerCommand) -> EngineChoice:
     """Return the engine of this process. Raises ConfigError if an option is invalid."""
     choice = choose_engine(options.engine).with_settings(dp_start_rank=options.dp_start_rank)
+    if (text := options.embedding_cache_size) is not None:
+        if options.engine.role != "encode":
+            raise ConfigError(f"--embedding-cache-size requires --role encode, got {options.engine.role}")
+        choice = choice.with_settings(embedding_cache_bytes=size("--embedding-cache-size", text, 0))
     choice = tiered(choice, options.tiers.settings())
     return reached_at(choice, options.kv_host, options.addresses.kafka)
 
@@ -53,9 +58,13 @@ def _attached(options: WorkerCommand, servers: tuple[Upstream, ...]) -> Upstream
     check_options(engine)
     if options.tiers != TierOptions():
         raise ConfigError("options of KV tiers cannot be combined with --upstream: the server has its own tiers")
-    if options.dp_start_rank or options.kv_host is not None:
-        flag = "--kv-host" if options.kv_host is not None else "--dp-start-rank"
-        raise ConfigError(f"{flag} cannot be combined with --upstream")
+    for flag, given in (
+        ("--kv-host", options.kv_host is not None),
+        ("--dp-start-rank", options.dp_start_rank),
+        ("--embedding-cache-size", options.embedding_cache_size is not None),
+    ):
+        if given:
+            raise ConfigError(f"{flag} cannot be combined with --upstream")
     return UpstreamSettings(
         servers=servers,
         model=engine.model,

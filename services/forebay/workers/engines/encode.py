@@ -4,6 +4,9 @@ Theory of operation. An encoder runs in its own thread, one request at a time, b
 engine offers the embeddings of a request to other workers through NIXL (`forebay.workers.kv_transfer.embeddings`). Each
 worker epoch has its own NIXL agent. If nobody fetches the embeddings, they are freed when the lease of the offer
 expires.
+
+The embeddings of an image also stay in a cache (`forebay.workers.engines.embedding_cache`), from which later requests
+with the same image get a copy.
 """
 
 import asyncio
@@ -15,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from hashlib import shake_128
 from inspect import iscoroutinefunction
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import msgspec
@@ -23,10 +27,12 @@ from prometheus_client.registry import Collector
 from forebay.engine_model.model import EngineLoad
 from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
-from forebay.events.media import Encoded, Media
+from forebay.events.media import Media
 from forebay.events.work import WorkItem
 from forebay.runtime.errors import ConfigError, install_command
 from forebay.workers.engine import AttemptFailed, EngineBatch, EngineError, EngineRefused, Failed, MediaEncoded, Publish
+from forebay.workers.engines.embedding_cache import EmbeddingCache, cache_keys
+from forebay.workers.engines.settings import EMBEDDING_CACHE_BYTES
 from forebay.workers.kv_transfer.embeddings import ARENA_BYTES, LEASE_S, EmbeddingTransfer
 from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name, load_nixl
 from forebay.workers.service import run_target
@@ -63,6 +69,7 @@ class Encoder(Protocol):
     def encode_all(self, media: Sequence[Media]) -> "Array":
         """Return the embeddings of images and videos, in order, of shape [placeholder tokens, width].
 
+        The embeddings of one may depend only on its content and number of placeholders, because they are cached.
         Raises MediaUnusable if an image or video is invalid. After any other exception another worker is tried.
         """
 
@@ -151,8 +158,16 @@ def _pixels(content: bytes) -> bytes:
 class EncodeEngine:
     """Engine of an encode worker: encodes the images and videos of requests, and keeps the embeddings for readers."""
 
-    def __init__(self, encoder: Encoder, *, arena_bytes: int = ARENA_BYTES, lease_s: float = LEASE_S) -> None:
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        arena_bytes: int = ARENA_BYTES,
+        lease_s: float = LEASE_S,
+        cache_bytes: int = EMBEDDING_CACHE_BYTES,
+    ) -> None:
         self._encoder = encoder
+        self._cache = EmbeddingCache(cache_bytes)
         self._arena_bytes = arena_bytes
         self._lease_s = lease_s
         self._thread = ThreadPoolExecutor(1, "encode")
@@ -170,7 +185,7 @@ class EncodeEngine:
         Raises EngineError if NIXL or the encoder cannot be loaded.
         """
         load_nixl()
-        self._worker_id = spec.worker_id
+        self._worker_id = self._cache.worker_id = spec.worker_id
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._encoder.load)
         except EngineError:
@@ -235,9 +250,10 @@ class EncodeEngine:
         """Do nothing, because the engine is alive as long as the process of the worker."""
 
     def collectors(self) -> Sequence[Collector]:
-        return ()
+        return (self._cache,)
 
     def reset(self) -> None:
+        """Drop every request and offer. The cache stays, because embeddings depend only on the images."""
         self._generation += 1
         self._waiting.clear()
         self._refused.clear()
@@ -255,7 +271,7 @@ class EncodeEngine:
         failed: list[Failed] = []
         encoded: list[MediaEncoded] = []
         try:
-            encoded.append(MediaEncoded(item.request_id, item.attempt, await self._encoded(item)))
+            encoded.append(await self._encoded(item))
         except MediaUnusable as error:
             failed.append(_failed(item, error))
         except Exception as error:  # an encoder may raise anything; another worker then tries the request
@@ -265,23 +281,36 @@ class EncodeEngine:
             failed.append(_failed(item, AttemptFailed(500, "encode_failed", text)))
         return EngineBatch(rank=item.rank, load=self._load(), failed=failed, encoded=encoded)
 
-    async def _encoded(self, item: WorkItem) -> Encoded:
-        import numpy  # noqa: PLC0415 - an extra
-
+    async def _encoded(self, item: WorkItem) -> MediaEncoded:
         generation, loop = self._generation, asyncio.get_running_loop()
-        array = await loop.run_in_executor(self._thread, self._encoder.encode_all, item.media)
-        rows = sum(one.tokens for one in item.media)
-        if not isinstance(array, numpy.ndarray):
-            raise TransferError(f"the encoder returned a {type(array).__name__}, expected a numpy array")
-        if array.ndim != 2 or len(array) != rows:
-            shape = " x ".join(map(str, array.shape))
-            raise TransferError(f"the encoder returned an array of shape {shape} for {rows} placeholders")
+        array, cached = await loop.run_in_executor(self._thread, self._embeddings, item)
         if generation != self._generation:
             raise TransferError("the request was dropped by a reset")
         if self._offers is None:
             name = agent_name(self._worker_id)
             self._offers = EmbeddingTransfer(name, arena_bytes=self._arena_bytes, lease_s=self._lease_s)
-        return await self._offers.offer(array)
+        return MediaEncoded(item.request_id, item.attempt, await self._offers.offer(array), cached)
+
+    def _embeddings(self, item: WorkItem) -> tuple["Array", int]:
+        """Return the embeddings of a request, and the number of its images and videos that were in the cache."""
+        import numpy  # noqa: PLC0415 - an extra
+
+        keys = cache_keys(item)
+        found = self._cache.find(keys)
+        cached = sum(key in found for key in keys)
+        missing = {key: one for key, one in zip(keys, item.media, strict=True) if key not in found}
+        if missing:
+            array = self._encoder.encode_all(list(missing.values()))
+            rows = [one.tokens for one in missing.values()]
+            if not isinstance(array, numpy.ndarray):
+                raise TransferError(f"the encoder returned a {type(array).__name__}, expected a numpy array")
+            if array.ndim != 2 or len(array) != sum(rows):
+                shape = " x ".join(map(str, array.shape))
+                raise TransferError(f"the encoder returned an array of shape {shape} for {sum(rows)} placeholders")
+            for key, part in zip(missing, numpy.split(array, list(accumulate(rows[:-1]))), strict=True):
+                found[key] = part
+                self._cache.put(key, part)
+        return numpy.concatenate([found[key] for key in keys]), cached
 
     def _forget(self) -> None:
         if self._offers is not None:

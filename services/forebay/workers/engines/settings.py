@@ -9,6 +9,7 @@ from forebay.events.control import Role
 from forebay.workers.kv_tiers.settings import TierSettings
 
 DEFAULT_POOL = "default"
+EMBEDDING_CACHE_BYTES = 10**9  # 200 images of 576 x 4096 float16
 LORA_SLOTS = 8  # adapters that a mock engine has at a time
 START_S = 600.0  # vLLM waits as long for its engine core
 TokenizerProbe = tuple[str, bool, tuple[int, ...]]
@@ -30,6 +31,7 @@ class EngineSettings:
         tokenizer_probes: texts for which the engine's own tokenizer must have the same token ids.
         allow_tokenizer_mismatch: whether other token ids are only logged.
         loras: directory of each LoRA adapter to load at the start, by name.
+        embedding_cache_bytes: maximum size of the embeddings that an encode worker keeps for further requests.
         arguments: the engine's own options, by the engine's names. They override the other settings.
     """
 
@@ -54,6 +56,7 @@ class EngineSettings:
     start_s: float = START_S
     tokenizer_probes: tuple[TokenizerProbe, ...] = ()
     allow_tokenizer_mismatch: bool = False
+    embedding_cache_bytes: int = EMBEDDING_CACHE_BYTES
     loras: Mapping[str, Path] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
 

@@ -176,7 +176,7 @@ class Outbox:
 
     def _stage_ends(self, batch: EngineBatch, requests: RequestTable) -> list[Draft]:
         drafts = [
-            self._progress(EncodeFinished, one, encoded=encoded.encoded)
+            self._progress(EncodeFinished, one, encoded=encoded.encoded, cached=encoded.cached)
             for encoded in batch.encoded
             if (one := requests.move(encoded.request_id, WorkTransition.END, encoded.attempt)) is not None
         ]

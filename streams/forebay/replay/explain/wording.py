@@ -59,7 +59,8 @@ def progress_text(event: RequestProgress, *, keeps_kv: bool, saved_us: int | Non
         case AttemptRejected():
             return "rejected", f"{name} rejected it: {event.error}"
         case EncodeFinished():
-            return "encoded", f"{event.worker_id} encoded its images and videos"
+            cached = f"; the embeddings of {event.cached} were in its cache" if event.cached else ""
+            return "encoded", f"{event.worker_id} encoded its images and videos{cached}"
         case EncodeFailed():
             return "not_encoded", f"{name} could not encode its images and videos: {event.error}"
         case PrefillFinished():
