@@ -96,8 +96,8 @@ JournalRecord = (
     ),
     Replacement(
         _REDERIVE,
-        "                | CommandEnded()\n            ):",
-        "                | CommandEnded()\n                | decisions.CostNoted()\n            ):",
+        "                | AdapterPlaced()\n            ):",
+        "                | AdapterPlaced()\n                | decisions.CostNoted()\n            ):",
     ),
     Replacement(
         _REDERIVE,
@@ -106,8 +106,8 @@ JournalRecord = (
     ),
     Replacement(
         _EFFECTS,
-        "        case RequestHeld():\n            return []\n",
-        "        case RequestHeld():\n            return []\n"
+        "        case RequestHeld() | AdapterPlaced():\n            return []\n",
+        "        case RequestHeld() | AdapterPlaced():\n            return []\n"
         f'        case _ if type(decided).__struct_config__.tag == "{COST_NOTED}":\n            return []\n',
     ),
 )

@@ -36,7 +36,7 @@ from tests.ingress.conftest import (
 PUBLIC = {
     *(CHAT, TEXT, EMBED, RESPONSES, MESSAGES, COUNT_TOKENS, ROUTE),
     *("/docs/{name}", "/v1/models", "/v1/models/{name:path}", "/v1/status", "/version"),
-    *("/v1/requests/{request_id:path}/explain", "/tokenize", "/detokenize"),
+    *("/v1/requests/{request_id:path}/explain", "/tokenize", "/detokenize", "/v1/endpoints/{name}"),
     *(RESPONSES + part for part in ("/{response_id}", "/{response_id}/cancel", "/{response_id}/input_items")),
     *("/v1/requests/{request_id}", "/v1/requests/{request_id}/stream", "/v1/requests/{request_id}/cancel"),
 }

@@ -86,6 +86,7 @@ class Llm:
                 num_gpu_blocks=9, block_size=BLOCK, enable_prefix_caching=False, cache_dtype="auto"
             ),
             kv_transfer_config=TransferConfig(),
+            lora_config=None,
         )
         self.answer: Any = output([5], "length")
         self.requested: list[Any] = []

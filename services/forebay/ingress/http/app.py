@@ -137,7 +137,7 @@ def _describe_runs(app: FastAPI) -> None:
     events = content(EVENTS, "string", "An event per JSON value of the endpoint, then the event `end` or `error`.")
 
     @app.post(f"{ENDPOINTS_PATH}{{name}}", name="endpoints", responses={**events, **errors(*RUNS)})
-    async def call() -> Response:
+    async def call(name: str) -> Response:
         """Call an endpoint of a component, `namespace.component.endpoint`. The body is its argument, any JSON value."""
         raise AssertionError("RunRoutes serves these requests")
 
