@@ -65,7 +65,9 @@ class Llava:
         self._model = make_tiny_llava.write_model(directory).float().eval()
         self._processor = make_tiny_llava.processor()
         config = json.loads((directory / "config.json").read_text())
-        self.tokens: MediaTokens = media_tokens_of(config, self._processor.tokenizer.convert_ids_to_tokens)
+        tokenizer = self._processor.tokenizer
+        id_of = tokenizer.get_vocab().get
+        self.tokens: MediaTokens = media_tokens_of(config, tokenizer.convert_ids_to_tokens, id_of, {})
 
     def _pixels(self, contents: Sequence[bytes]) -> Any:
         from PIL import Image  # noqa: PLC0415

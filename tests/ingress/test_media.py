@@ -3,16 +3,22 @@
 import asyncio
 import base64
 import io
+import json
+import random
 import re
 import shutil
 import socket
 import ssl
+import struct
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
@@ -24,15 +30,17 @@ from hypothesis import strategies as st
 
 from forebay.core.block_hashes import mm_hashes, sequence_hashes
 from forebay.events.base import unpack_u32
-from forebay.events.media import MEDIA_BYTES_MAX
+from forebay.events.media import MEDIA_BYTES_MAX, Media
 from forebay.ingress.errors import ApiError
 from forebay.ingress.media import fetch as fetching
 from forebay.ingress.media.fetch import MediaFetcher, is_public
 from forebay.ingress.media.tokens import FetchedMedia, MediaRef, MediaSettings, media_tokens_of
-from forebay.ingress.model import DEFAULT_MODEL, Model
+from forebay.ingress.model import DEFAULT_MODEL, InvalidModel, Model
+from forebay.ingress.model_cards import read_card
 from forebay.ingress.openai.fields import parse
 from forebay.ingress.openai.requests import ChatBody
 from forebay.ingress.prepare import PreparedRequest
+from forebay.workers.engines.vllm.media import raw_prompt
 from tests.ingress import media_model
 from tests.ingress.conftest import CHAT, MODULE_LOOP, NAME, Scene, make_scene
 from tests.ingress.media_model import IMAGE_TOKENS, VIDEO_TOKENS
@@ -358,9 +366,12 @@ async def test_models_that_cannot_expand_an_image_reject_it(
 
 def test_unknown_placeholder_tokens_are_ignored() -> None:
     config = {"image_token_id": 5, "image_seq_length": 3}
-    assert media_tokens_of(config, lambda _: None).ids == {}
-    known = media_tokens_of({**config, "mm_tokens_per_image": 7}, lambda token_id: f"<{token_id}>")
-    assert (known.ids, known.counts, known.texts) == ({"image": 5}, {"image": 7}, {"image": "<5>"})
+    nothing: dict[str, int] = {}
+    assert media_tokens_of(config, lambda _: None, nothing.get, {}).ids == {}
+    known = media_tokens_of({**config, "mm_tokens_per_image": 7}, lambda token_id: f"<{token_id}>", nothing.get, {})
+    expansion = known.expansions["image"]
+    assert expansion is not None
+    assert (known.ids, expansion.sequence(1, 1), known.texts) == ({"image": 5}, [5] * 7, {"image": "<5>"})
     assert Model(DEFAULT_MODEL).media.ids == {}
 
 
@@ -435,7 +446,8 @@ async def fetcher(settings: MediaSettings = OPEN) -> AsyncIterator[Callable[...,
     one = MediaFetcher(settings)
 
     async def fetch(*urls: str) -> list[FetchedMedia]:
-        return await one.fetch([MediaRef("video", url, f"part[{at}]") for at, url in enumerate(urls)])
+        refs = [MediaRef("video", url, f"part[{at}]") for at, url in enumerate(urls)]
+        return await one.fetch(refs, lambda *_: None)
 
     yield fetch
     await one.close()
@@ -620,3 +632,135 @@ async def test_an_invalid_url_is_rejected(url: str) -> None:
     async with fetcher() as fetch:
         with pytest.raises(ApiError, match=r"^part\[0\]: not a valid URL"):
             await fetch(url)
+
+
+QWEN = {
+    "min_pixels": 3136,
+    "max_pixels": 12_845_056,
+    "patch_size": 14,
+    "merge_size": 2,
+    "do_resize": True,
+    "size": None,
+}
+
+
+def model(directory: Path, settings: dict[str, Any] | None = QWEN, model_type: str = "qwen2_vl", **nested: Any) -> Path:
+    made = media_model.make(directory, model_type=model_type, **nested)
+    if settings is not None:
+        (made / "preprocessor_config.json").write_text(json.dumps(settings))
+    return made
+
+
+def encoded(size: tuple[int, int], kind: str = "PNG", mode: str = "RGB", **options: Any) -> bytes:
+    kept = io.BytesIO()
+    Image.new(mode, size).save(kept, kind, **options)
+    return kept.getvalue()
+
+
+def header(width: int, height: int) -> bytes:
+    """Return the beginning of a PNG, without pixels."""
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunk = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    return chunk + struct.pack(">I", 1_000) + b"IDAT"
+
+
+async def measured(contents: Sequence[bytes]) -> list[tuple[int, int]]:
+    fetcher = MediaFetcher(MediaSettings())
+    try:
+        return [
+            (await fetcher.fetch([MediaRef("image", data_url(one), "x")], lambda *_: None))[0].size for one in contents
+        ]
+    finally:
+        await fetcher.close()
+
+
+def decoded(content: bytes) -> tuple[int, int]:
+    """Return the height and width of an image that the vLLM engine passes to vLLM."""
+    one = Media(kind="image", digest=sha256(content).hexdigest(), mime="", first_token=0, tokens=1, content=content)
+    item: Any = SimpleNamespace(media=(one,), token_ids=bytes(4))
+    (found,) = raw_prompt(item)["multi_modal_data"]["image"]
+    return (found.height, found.width)
+
+
+async def test_counted_size_is_that_which_the_engine_decodes() -> None:
+    frames: dict[str, Any] = {"save_all": True, "append_images": [Image.new("RGB", (12, 30))] * 2}
+    contents = [
+        encoded((12, 30)),
+        encoded((12, 30), "GIF", "P"),
+        encoded((12, 30), "GIF", **frames),
+        encoded((12, 30), "WEBP", "RGBA", save_all=True, append_images=[Image.new("RGBA", (12, 30))]),
+        encoded((12, 30), "JPEG", "CMYK"),
+        encoded((12, 30), "PNG", "LA"),
+        encoded((12, 30), "PNG", "P", transparency=0),
+        encoded((1, 1), "WEBP"),
+    ]
+    assert await measured(contents) == [*[(30, 12)] * 7, (1, 1)]
+    assert list(map(decoded, contents)) == [*[(30, 12)] * 7, (1, 1)]
+    for kind in ("JPEG", "PNG", "WEBP"):
+        turned = []
+        for orientation in range(10):
+            exif = Image.Exif()
+            exif[0x0112] = orientation
+            turned.append(encoded((12, 30), kind, exif=exif))
+        expected = [(12, 30) if orientation in (5, 6, 7, 8) else (30, 12) for orientation in range(10)]
+        assert await measured(turned) == list(map(decoded, turned)) == expected
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # Pillow warns of damaged data
+async def test_damaged_exif_turns_an_image_at_the_ingress_as_in_the_engine() -> None:
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010F], exif[0x9286] = 6, "maker", b"comment"
+    exif.get_ifd(0x8769)[0x9003] = "2026:01:01 00:00:00"
+    whole = bytearray(encoded((12, 30), "JPEG", exif=exif))
+    begin = whole.index(b"Exif")
+    end = begin - 2 + int.from_bytes(whole[begin - 2 : begin])
+    source, contents = random.Random(11), []
+    for _ in range(400):
+        damaged = bytearray(whole)
+        for _ in range(source.randint(1, 3)):
+            damaged[source.randrange(begin + 6, end)] = source.choice([0, 1, 2, 5, 6, 8, 255])
+        contents.append(bytes(damaged))
+    sizes = await measured(contents)
+    assert sizes == list(map(decoded, contents))
+    assert set(sizes) == {(12, 30), (30, 12)}
+
+
+async def test_tokens_depend_on_the_size(tmp_path: Path) -> None:
+    async with make_scene(Model(model(tmp_path / "m"))) as scene:
+        for size, tokens in (((1, 1), 4), ((28, 56), 6), ((560, 280), 200), ((1, 200), 29), ((200, 1), 29)):
+            (place,) = (await prepare(scene, text("see"), image(encoded(size)))).media
+            assert (place.tokens, place.replaced) == (tokens, ())
+        both = await prepare(scene, image(encoded((280, 280))), text("and"), image(encoded((56, 112))))
+        assert [(one.first_token, one.tokens) for one in both.media][1][1] == 8
+        assert both.prompt_tokens == len(scene.model.encode("<|user|>and")) + 100 + 8
+
+
+async def test_unsupported_sizes_are_rejected_before_they_are_decoded(tmp_path: Path) -> None:
+    async with make_scene(Model(model(tmp_path / "m"))) as scene:
+        says = r"messages\[0\].content\[0\].image_url.url: the image has 201 x 1 pixels, but .* up to 200; crop it"
+        await rejects(scene, 400, says, image(header(201, 1)))
+        await rejects(scene, 400, "the image has 1 x 4000000 pixels", image(header(1, 4_000_000)))
+        await rejects(scene, 400, "not a valid image", image(header(200, 1)))
+        await rejects(scene, 413, "too many pixels", image(header(100_000, 100_000)))
+        await rejects(scene, 413, "8000 x 8000 pixels; the limit is 40,000,000 pixels", image(header(8_000, 8_000)))
+        await rejects(scene, 400, "not a valid image", image(header(0, 10)))
+        await rejects(scene, 400, "the context of 4096 has no room", image(encoded((2_000, 2_000), "GIF", "1")))
+
+
+async def test_settings_of_the_processor(tmp_path: Path) -> None:
+    nested = model(tmp_path / "nested", {"patch_size": 1})
+    (nested / "processor_config.json").write_text(json.dumps({"image_processor": QWEN | {"patch_size": 28}}))
+    async with make_scene(Model(nested)) as scene:
+        (place,) = (await prepare(scene, image(encoded((560, 560))))).media
+        assert place.tokens == 100
+    card = read_card(nested)
+    assert card is not None
+    assert {"processor_config.json", "preprocessor_config.json"} <= card[1].keys()
+    async with make_scene(Model(model(tmp_path / "without", None))) as scene:
+        await rejects(scene, 501, "than in qwen2_vl, .* with a preprocessor_config.json", image(encoded((9, 9))))
+    with pytest.raises(InvalidModel, match=r"image processor are invalid: Expected `int` >= 1 - at `\$.patch_size`"):
+        Model(model(tmp_path / "invalid", {"patch_size": 0}))
+    with pytest.raises(InvalidModel, match="Llama 4 needs a square"):
+        Model(model(tmp_path / "llama", {"size": {"height": 1, "width": 2}}, "llama4"))
+    async with make_scene(Model(model(tmp_path / "tokens", QWEN, "internvl"))) as scene:  # <img> is no token
+        await rejects(scene, 501, "images are not supported", image(encoded((9, 9))))

@@ -402,6 +402,18 @@ async def test_placeholders_outside_the_prompt_are_refused(
     assert "lie outside the prompt or overlap" in ended.error.message
 
 
+async def test_images_may_share_a_token_of_newlines(scene: Scene) -> None:
+    some = (media(png(), 1, 4), media(png(), 4, 3, replaced=(9,)))
+    async with scene.serving(scene.worker()) as epoch:
+        hashes = hashes_with(list(range(10)), *some)
+        await scene.send(
+            work_item("r", list(range(10)), 2, media=some, sequence_hashes=hashes, worker_epoch=epoch),
+        )
+        await until(lambda: scene.tokens(ResponseEnded))
+    (ended,) = scene.tokens(ResponseEnded)
+    assert ended.error is None
+
+
 async def test_mock_engine_reports_undecodable_images(scene: Scene) -> None:
     async with scene.serving(scene.worker()) as epoch:
         await scene.send(answer_item("r", media(b"no image"), epoch=epoch))

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from forebay.events.base import Count, Digest, Name, Part
-from forebay.events.privacy import CHECKSUM, DROPPED, SHA256, SystemName
+from forebay.events.privacy import CHECKSUM, DROPPED, SHA256, ZEROED, SystemName
 
 MEDIA_BYTES_MAX = 8 << 20  # per request; the 16 MiB record also has to hold the longest prompt
 MEDIA_MAX = 64  # per request
@@ -25,7 +25,8 @@ class Media(Part, frozen=True, kw_only=True):
         digest: SHA-256 of its bytes, which identifies it in block hashes, engines and embedding caches.
         mime: media type.
         first_token: position of its first placeholder token in the prompt, from 0.
-        tokens: number of placeholder tokens.
+        tokens: number of placeholder tokens, with the tokens around them that also belong to it.
+        replaced: token ids that the engine itself replaces by these tokens; empty if it is the first of these tokens.
         content: its bytes; empty if another worker has encoded it or the recording was anonymized.
     """
 
@@ -34,6 +35,7 @@ class Media(Part, frozen=True, kw_only=True):
     mime: Annotated[Name, DROPPED]
     first_token: Count
     tokens: Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
+    replaced: Annotated[tuple[Count, ...], ZEROED] = ()
     content: Annotated[bytes, DROPPED] = b""
 
 

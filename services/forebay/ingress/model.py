@@ -1,8 +1,9 @@
 """Read the parts of a model directory that an ingress needs: tokenizer, chat template and context length, not weights.
 
 Files: tokenizer.json; config.json (context length, eos_token_id, matryoshka_dimensions, placeholders of media);
-generation_config.json (eos_token_id); tokenizer_config.json and special_tokens_map.json (special tokens). The chat
-templates are in chat_template.jinja and additional_chat_templates, in chat_template.json or in tokenizer_config.json.
+generation_config.json (eos_token_id); tokenizer_config.json and special_tokens_map.json (special tokens);
+preprocessor_config.json and processor_config.json (sizes of images). The chat templates are in chat_template.jinja and
+additional_chat_templates, in chat_template.json or in tokenizer_config.json.
 """
 
 import json
@@ -50,6 +51,8 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 GENERATION_FILE = "generation_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 PROCESSOR_TEMPLATE_FILE = "chat_template.json"
+PROCESSOR_FILE = "processor_config.json"
+IMAGE_PROCESSOR_FILE = "preprocessor_config.json"
 NAMED_TEMPLATE_FILES = {name: f"additional_chat_templates/{name}.jinja" for name in ("default", "tool_use")}
 DEFAULT_MODEL = Path(__file__).with_name("default_model")
 DEFAULT_NAME = "forebay-default"
@@ -118,7 +121,11 @@ class Model:
         self.dimensions = _dimensions(config)
         types = (one.get("model_type") for one in _text_configs(config))
         self.types = frozenset(one for one in types if isinstance(one, str))
-        self.media = media_tokens_of(config, self.tokenizer.id_to_token)
+        try:
+            settings = _processor_settings(directory)
+            self.media = media_tokens_of(config, self.tokenizer.id_to_token, self.tokenizer.token_to_id, settings)
+        except ConfigError as error:
+            raise InvalidModel(f"{directory}: {error}") from error
         sources = _template_sources(directory, tokenizer_config)
         self.template_source = "\n".join(sources.values())
         self._reserved = {"messages", "tools", "documents", "add_generation_prompt", *SPECIAL_TOKENS, *special}
@@ -310,6 +317,13 @@ def _template_sources(directory: Path, tokenizer_config: Mapping[str, Any]) -> d
     if not all(isinstance(source, str) for source in named.values()):
         raise InvalidModel(f"{directory}: chat_template is neither a text nor a list of named texts")
     return {name: named[name] for name in NAMED_TEMPLATE_FILES if name in named} | sources
+
+
+def _processor_settings(directory: Path) -> dict[str, Any]:
+    """Return the settings of a processor and of its image processor. As in transformers, nested ones have priority."""
+    processor = read_json(directory / PROCESSOR_FILE)
+    nested = processor.get("image_processor")
+    return {**processor, **(nested if isinstance(nested, dict) else read_json(directory / IMAGE_PROCESSOR_FILE))}
 
 
 def _special_tokens(config: Mapping[str, Any], mapped: Mapping[str, Any]) -> dict[str, str]:

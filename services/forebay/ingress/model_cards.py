@@ -11,7 +11,9 @@ from forebay.events.models import ModelCard, ModelFile
 from forebay.events.names import printable
 from forebay.ingress.model import (
     GENERATION_FILE,
+    IMAGE_PROCESSOR_FILE,
     NAMED_TEMPLATE_FILES,
+    PROCESSOR_FILE,
     PROCESSOR_TEMPLATE_FILE,
     TEMPLATE_FILE,
     InvalidModel,
@@ -27,6 +29,8 @@ TOKENIZER_FILES = (
     PROCESSOR_TEMPLATE_FILE,
     "config.json",
     GENERATION_FILE,
+    PROCESSOR_FILE,
+    IMAGE_PROCESSOR_FILE,
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer_config.json",

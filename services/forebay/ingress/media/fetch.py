@@ -9,11 +9,12 @@ the response are not trusted: sizes are counted while reading, and types are det
 import asyncio
 import base64
 import binascii
+import contextlib
 import io
 import re
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import sha256
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -33,6 +34,7 @@ MULTI_PICTURE = "MPO"  # as Pillow names a JPEG with further pictures, which man
 BASE64 = re.compile(r";\s*base64\s*$", re.IGNORECASE)
 STANDARD_BASE64 = bytes.maketrans(b"-_", b"+/")
 WHITE_SPACE = b" \t\r\n\f\v"
+ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)  # in EXIF; with these values, height and width are exchanged
 IMAGE_PIXELS_MAX = 40_000_000  # an 8K frame has 33 million; decoded, 40 million take 120 MB
 DECODING_THREADS = 2  # each decodes one image at a time
 COUNT_MAX = 16  # per request
@@ -42,6 +44,7 @@ FETCHES_MAX = 32  # concurrent fetches of one ingress
 URL_CHARS_MAX = 8_192  # does not apply to data URLs
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 SHOWN_CHARS = 80
+RequireSize = Callable[[MediaRef, int, int], None]
 # IPv6 addresses that DNS64 derives from IPv4 addresses.
 NAT64 = IPv6Network("64:ff9b::/96")
 
@@ -56,9 +59,10 @@ class MediaFetcher:
         self._free = asyncio.Semaphore(FETCHES_MAX)
         self._client: httpx.AsyncClient | None = None
 
-    async def fetch(self, refs: Sequence[MediaRef]) -> list[FetchedMedia]:
+    async def fetch(self, refs: Sequence[MediaRef], require_size: RequireSize) -> list[FetchedMedia]:
         """Return the images and videos of one request, in the order of `refs`.
 
+        `require_size` raises ApiError for an image with an unsupported height and width, before the image is decoded.
         Raises ApiError if one cannot be fetched or is invalid, or if they exceed a limit of number, size or time.
         """
         if not refs:
@@ -67,7 +71,7 @@ class MediaFetcher:
             text = f"{refs[COUNT_MAX].where}: a request may have at most {COUNT_MAX} images and videos"
             raise invalid(text, refs[COUNT_MAX].where, "too_many_media")
         budget = _Budget(MEDIA_BYTES_MAX)
-        tasks = [asyncio.create_task(self._one(ref, budget)) for ref in refs]
+        tasks = [asyncio.create_task(self._one(ref, budget, require_size)) for ref in refs]
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return list(await asyncio.gather(*tasks))
@@ -86,14 +90,15 @@ class MediaFetcher:
         if self._client is not None:
             await self._client.aclose()
 
-    async def _one(self, ref: MediaRef, budget: "_Budget") -> FetchedMedia:
+    async def _one(self, ref: MediaRef, budget: "_Budget", require_size: RequireSize) -> FetchedMedia:
         if ref.url[:5].lower() == "data:":
             content = _data(ref, budget)
         else:
             async with self._free:
                 content = await self._download(ref, budget)
-        mime = await asyncio.get_running_loop().run_in_executor(self._decoding, _mime_of, ref, content)
-        return FetchedMedia(ref.kind, mime, content, sha256(content).hexdigest())
+        check = partial(_image, ref, content, require_size) if ref.kind == "image" else partial(_video, ref, content)
+        mime, size = await asyncio.get_running_loop().run_in_executor(self._decoding, check)
+        return FetchedMedia(ref.kind, mime, content, sha256(content).hexdigest(), size)
 
     async def _download(self, ref: MediaRef, budget: "_Budget") -> bytes:
         url = _url_of(ref, ref.url)
@@ -257,13 +262,10 @@ def _data(ref: MediaRef, budget: _Budget) -> bytes:
     return content
 
 
-def _mime_of(ref: MediaRef, content: bytes) -> str:
-    return _image(ref, content) if ref.kind == "image" else _video(ref, content)
-
-
-def _image(ref: MediaRef, content: bytes) -> str:
+def _image(ref: MediaRef, content: bytes, require_size: RequireSize) -> tuple[str, tuple[int, int]]:
+    """Return the MIME type of an image, and its height and width in the orientation of its EXIF data."""
     try:
-        from PIL import Image  # noqa: PLC0415 - an extra
+        from PIL import Image, ImageOps  # noqa: PLC0415 - an extra
     except ImportError as error:
         text = f"{ref.where}: this ingress needs Pillow to decode images: {install_command('media')}"
         raise ApiError(501, "media_not_installed", text, ref.where) from error
@@ -271,8 +273,15 @@ def _image(ref: MediaRef, content: bytes) -> str:
         with Image.open(io.BytesIO(content), formats=tuple(IMAGE_FORMATS)) as image:
             if image.width * image.height > IMAGE_PIXELS_MAX:
                 raise _too_large(ref, f"{image.width} x {image.height} pixels")
+            require_size(ref, image.height, image.width)
             image.load()
-            return IMAGE_FORMATS["JPEG" if image.format == MULTI_PICTURE else image.format or ""]
+            turned: Image.Image = image
+            # Only this call knows whether Pillow accepts all of the EXIF data, as in the engine; otherwise it copies.
+            with contextlib.suppress(Exception):
+                if image.getexif().get(ORIENTATION, 1) in SIDEWAYS:
+                    turned = ImageOps.exif_transpose(image)
+            mime = IMAGE_FORMATS["JPEG" if image.format == MULTI_PICTURE else image.format or ""]
+            return mime, (turned.height, turned.width)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_large(ref, "too many pixels") from error
     except (OSError, ValueError, SyntaxError, EOFError, KeyError) as error:
@@ -287,14 +296,14 @@ def _too_large(ref: MediaRef, size: str) -> ApiError:
     return ApiError(413, "media_too_large", text, ref.where)
 
 
-def _video(ref: MediaRef, content: bytes) -> str:
-    """Return the MIME type by the first bytes of the container. The engine validates the frames."""
+def _video(ref: MediaRef, content: bytes) -> tuple[str, tuple[int, int]]:
+    """Return the MIME type by the first bytes of the container, and no size. The engine validates the frames."""
     if content[4:8] == b"ftyp":
-        return "video/quicktime" if content[8:10] == b"qt" else "video/mp4"
+        return "video/quicktime" if content[8:10] == b"qt" else "video/mp4", (0, 0)
     if content[:4] == b"\x1aE\xdf\xa3":
-        return "video/webm" if b"webm" in content[:64] else "video/x-matroska"
+        return "video/webm" if b"webm" in content[:64] else "video/x-matroska", (0, 0)
     if content[:4] == b"RIFF" and content[8:12] == b"AVI ":
-        return "video/x-msvideo"
+        return "video/x-msvideo", (0, 0)
     text = f"{ref.where}: not a valid video; supported formats are MP4, QuickTime, WebM, Matroska, AVI"
     raise invalid(text, ref.where, "not_a_video")
 

@@ -112,7 +112,7 @@ class MediaFeed:
                 which = f"{one.kind} {len(item.media) - number}"
                 message = f"placeholders of {which} lie outside the prompt or overlap others"
                 raise AttemptFailed(400, "invalid_request", message)
-            end = one.first_token
+            end = one.first_token + bool(one.replaced)  # two images of Gemma 3 may share a token of newlines
 
     async def _fetch(self, item: WorkItem) -> None:
         assert item.encoded is not None

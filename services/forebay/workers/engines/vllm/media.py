@@ -1,9 +1,10 @@
 """Prompts with images and videos for vLLM. This module does not import vLLM.
 
 vLLM's processor replaces one placeholder token per image by as many tokens as the image needs, but the prompt of a
-`WorkItem` already contains all of them. So each run of placeholders is first collapsed to one token. The result of
-vLLM's expansion must equal the prompt that the ingress hashed. Images and videos are identified by their digests, so
-that the hashes in vLLM's KV events equal `forebay.core.block_hashes.mm_hash`. Embeddings need `enable_mm_embeds=True`.
+`WorkItem` already contains all of them. So the tokens of each image are first collapsed to those that vLLM replaces.
+The result of vLLM's expansion must equal the prompt that the ingress hashed. Images and videos are identified by their
+digests, so that the hashes in vLLM's KV events equal `forebay.core.block_hashes.mm_hash`. Embeddings need
+`enable_mm_embeds=True`.
 """
 
 import asyncio
@@ -47,8 +48,9 @@ async def engine_prompt(llm: Any, item: WorkItem, embeddings: "Array | None") ->
     # vLLM's item cache assumes that every rendered prompt is submitted; after a cancelled one, later requests fail.
     (prompt,) = await llm.renderer.render_cmpl_async([fields], skip_mm_cache=True)
     if (made := prompt["prompt_token_ids"]) != token_ids:
-        message = f"vLLM expands the prompt to {len(made)} tokens, the ingress by config.json to {len(token_ids)}"
-        raise AttemptFailed(501, "media_not_supported", f"{message}; images of this model are not supported")
+        message = f"vLLM expands the prompt to {len(made)} tokens, the ingress by the model's files to {len(token_ids)}"
+        reason = "the images need the same processor settings in both, or the model's are not supported"
+        raise AttemptFailed(501, "media_not_supported", f"{message}; {reason}")
     return dict(prompt)
 
 
@@ -60,11 +62,12 @@ def _as_tensors(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def collapsed(token_ids: Sequence[int], media: Sequence[Media]) -> list[int]:
-    """Return a prompt with one placeholder token per image or video."""
+    """Return the prompt before its images and videos were expanded."""
     found: list[int] = []
     end = 0
     for one in media:
-        found += token_ids[end : one.first_token + 1]
+        found += token_ids[end : one.first_token]
+        found += one.replaced or token_ids[one.first_token : one.first_token + 1]
         end = one.first_token + one.tokens
     return [*found, *token_ids[end:]]
 
