@@ -33,7 +33,7 @@ IdOf = Callable[[str], int | None]
 
 
 class UnusableSize(Exception):
-    """The processor rejects images of this size. The message says why."""
+    """The processor rejects images of this size. The message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)

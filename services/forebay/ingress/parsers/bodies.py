@@ -346,7 +346,7 @@ def to_json(text: str, types: frozenset[str]) -> str:
 
 
 def types_of(schema: Mapping[str, Any], key: str, default: frozenset[str] = STRING) -> frozenset[str]:
-    """Return the JSON types that the schema of a function permits for a parameter, `default` if it says nothing."""
+    """Return the JSON types that the schema of a function permits for a parameter, `default` if it has none."""
     properties = schema.get("properties")
     found = _types(properties.get(key) if isinstance(properties, Mapping) else None, schema, set())
     return frozenset(found) or default

@@ -59,7 +59,7 @@ def find_suspect_candidates(
 def find_hosts(world: World, pool: PoolConfigured, request: SubmittedRequest, refusal: Ineligible) -> Roster | None:
     """Return the ranks that may take a request once they have its adapter; None if the owner does not place it.
 
-    `refusal` says why no rank may take the request now. Raises Ineligible if every worker has failed to load it.
+    `refusal` is why no rank may take the request now. Raises Ineligible if every worker has failed to load the adapter.
     """
     adapter = world.adapters.get(request.lora_name)
     is_placed = adapter is not None and adapter.model == pool.model and pool.role == "aggregated"
