@@ -11,6 +11,7 @@ NAMES = (
     "http",
     "owner",
     "kafka",
+    "replicas",
     "gateway",
     "replay",
     "simulate",

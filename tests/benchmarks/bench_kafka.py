@@ -37,7 +37,8 @@ from tests.benchmarks.bench_http import (
     print_cases,
 )
 from tests.benchmarks.http_load import cpu_s, named_pids
-from tests.harness.cluster import Cluster, remove_topics
+from tests.harness.brokers import create_topics_on
+from tests.harness.cluster import POOL, Cluster, remove_topics
 from tests.harness.processes import ProcessError
 
 MODEL = "tiny"
@@ -89,8 +90,13 @@ class Run:
 
 
 @asynccontextmanager
-async def forebay(args: argparse.Namespace, verified: Verified, *, speedup: str = FAST) -> AsyncIterator[System]:
-    """Run forebay on fresh topics, and verify its decisions afterwards."""
+async def forebay(
+    args: argparse.Namespace, verified: Verified, *, speedup: str = FAST, plan: TopicPlan = PLAN, leader: int = 0
+) -> AsyncIterator[System]:
+    """Run forebay on fresh topics, and verify its decisions afterwards.
+
+    If `leader` is the number of a broker, it leads all partitions of a cluster of three.
+    """
     namespace = f"bench-{uuid.uuid4().hex[:8]}"
     model = _model_options(args)
     sizes = ("--kv-blocks", "65536", "--max-num-seqs", "512", "--max-num-batched-tokens", "65536")
@@ -98,7 +104,10 @@ async def forebay(args: argparse.Namespace, verified: Verified, *, speedup: str 
     names = [f"w{number}" for number in range(WORKERS)]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            async with Cluster(args.kafka, args.redis, namespace, Path(folder), PLAN) as cluster:
+            cluster = Cluster(args.kafka, args.redis, namespace, Path(folder), plan)
+            if leader:
+                await create_topics_on(cluster.settings, plan, [POOL], [leader, leader % 3 + 1, (leader + 1) % 3 + 1])
+            async with cluster:
                 for name in ("r1", "r2"):
                     cluster.router(name)
                 for name in names:
@@ -116,14 +125,15 @@ def _model_options(args: argparse.Namespace) -> tuple[str, ...]:
     return "--model", str(args.home / "tiny-model"), "--model-name", MODEL
 
 
-async def run_case(args: argparse.Namespace, system: System, case: str, run: Run) -> None:
-    """Run one case on forebay, and measure its hops if requested."""
+async def run_case(system: System, case: str, run: Run, *, requests: int | None = None) -> None:
+    """Run one case on forebay, with its own number of requests by default, and measure its hops if requested."""
+    fewer = [] if requests is None else ["--requests", str(requests)]
     log = await KafkaLog.open(system.cluster.settings)
     try:
         before = await hops.place(log, PLAN.slots)
         counted = hops.hop_counts(system.ingress_port, TOKENS.name)
         # The event loop is blocked meanwhile, so this process sends no requests to the broker.
-        run.results.append(load(system.url, system.pids, ALL_CASES[case]))
+        run.results.append(load(system.url, system.pids, [*ALL_CASES[case], *fewer]))
         if case in HOP_CASES:
             found = {hop: _p50_p99(values) for hop, values in (await hops.hops(log, before, WARM_UP)).items() if values}
             later = hops.hop_counts(system.ingress_port, TOKENS.name)
@@ -172,7 +182,7 @@ async def compare(args: argparse.Namespace) -> None:
                 if speedup == FAST:
                     await measure_idle(args, system, found)
                 for case in cases:
-                    await run_case(args, system, case, found.ours[case])
+                    await run_case(system, case, found.ours[case])
             with dynamo(args.peers, speedup) as pids:
                 for case in cases:
                     found.theirs[case].results.append(load(f"http://127.0.0.1:{PEER_PORT}", pids, ALL_CASES[case]))

@@ -5,9 +5,10 @@ import itertools
 import os
 import shutil
 import subprocess
+import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import redis
@@ -67,22 +68,25 @@ def local_kafka(folder: Path, sasl: tuple[str, str] | None = None, host: str = H
 
 
 @contextlib.contextmanager
-def local_kafka_cluster(folder: Path) -> Iterator[list[Broker]]:
+def local_kafka_cluster(folder: Path, *, delay_ms: float = 0, settings: Sequence[str] = ()) -> Iterator[list[Broker]]:
     """Run `CLUSTER_BROKERS` Apache Kafka brokers in `folder`, of which the first is also the controller.
 
-    Raises Missing.
+    Bytes between the brokers, but not those from and to clients, take `delay_ms` in each direction. Raises Missing.
     """
     brokers: list[Broker] = []
+    ports = [free_ports(4) for _ in range(CLUSTER_BROKERS)]
     with contextlib.ExitStack() as stack:
-        for node in range(1, CLUSTER_BROKERS + 1):
+        if delay_ms:
+            stack.enter_context(_delayed(delay_ms, {port + 3: port + 2 for port in ports}))
+        for node, port in enumerate(ports, 1):
             broker = Broker(
-                free_ports(3),
+                port,
                 folder / f"broker-{node}",
                 ends_with_starter=True,
                 node=node,
                 controller=brokers[0].port + 1 if brokers else None,
                 heap=CLUSTER_HEAP,
-                settings=CLUSTER_SETTINGS,
+                settings=(*CLUSTER_SETTINGS, *settings, *(_replication_listener(node, port) if delay_ms else ())),
             )
             brokers.append(broker)
             try:
@@ -93,6 +97,28 @@ def local_kafka_cluster(folder: Path) -> Iterator[list[Broker]]:
             # Brokers stop in reverse order, the controller last. A stopped broker hands over to one that runs.
             stack.callback(stop, broker.data)
         yield brokers
+
+
+@contextlib.contextmanager
+def _delayed(delay_ms: float, ports: dict[int, int]) -> Iterator[None]:
+    pairs = [f"{listen}:{target}" for listen, target in ports.items()]
+    command = [*tie(), sys.executable, "-m", "tests.harness.delay_proxy", str(delay_ms), *pairs]
+    with subprocess.Popen(command, cwd=ROOT) as proxy:
+        try:
+            yield
+        finally:
+            proxy.kill()
+
+
+def _replication_listener(node: int, port: int) -> tuple[str, ...]:
+    """Return settings of a listener for other brokers on the third port, which they reach through the fourth one."""
+    controller = f",CONTROLLER://{HOST}:{port + 1}" if node == 1 else ""
+    return (
+        "inter.broker.listener.name=REPLICATION",
+        "listener.security.protocol.map=CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT,REPLICATION:PLAINTEXT",
+        f"listeners=PLAINTEXT://{HOST}:{port},REPLICATION://{HOST}:{port + 2}{controller}",
+        f"advertised.listeners=PLAINTEXT://{HOST}:{port},REPLICATION://{HOST}:{port + 3}",
+    )
 
 
 def redis_binary() -> str:
