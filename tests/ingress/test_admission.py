@@ -19,7 +19,8 @@ from forebay.ingress.admission import (
     FULL_S,
     POOL_FULL,
     RETRY_AFTER_S_MAX,
-    STARTED_PER_ITERATION,
+    STARTED_BYTES,
+    STARTED_BYTES_MIN,
     IngressAdmission,
 )
 from forebay.ingress.errors import ApiError
@@ -92,7 +93,7 @@ async def test_requests_that_would_wait_too_long_are_rejected() -> None:
     turns = []
     for _ in range(50):
         admission.enter()
-        turns.append(asyncio.ensure_future(admission.turn()))
+        turns.append(asyncio.ensure_future(admission.turn(STARTED_BYTES // 2)))
     now_s = BURST_S / 2
     admission.enter()
     await asyncio.sleep(0)  # all ask for their turn, and some begin
@@ -106,11 +107,23 @@ async def test_requests_that_would_wait_too_long_are_rejected() -> None:
     assert admission.in_flight == 52
 
 
+@pytest.mark.parametrize(
+    ("size", "count"), [(1, STARTED_BYTES // STARTED_BYTES_MIN), (STARTED_BYTES // 2, 2), (10 * STARTED_BYTES, 1)]
+)
+async def test_few_bytes_are_prepared_per_iteration(size: int, count: int) -> None:
+    admission = IngressAdmission(IngressMetrics(CollectorRegistry(), NAME))
+    turns = [asyncio.ensure_future(admission.turn(size)) for _ in range(3 * count)]
+    await asyncio.sleep(0)
+    assert [turn.done() for turn in turns] == [number < count for number in range(3 * count)]
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.gather(*turns)
+
+
 async def test_a_cancelled_turn_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
     admission = IngressAdmission(IngressMetrics(CollectorRegistry(), NAME))
-    turns = [asyncio.ensure_future(admission.turn()) for _ in range(8 * STARTED_PER_ITERATION)]
+    turns = [asyncio.ensure_future(admission.turn(STARTED_BYTES // 2)) for _ in range(16)]
     await asyncio.sleep(0)  # some begin at once, the others wait
-    left = turns[4 * STARTED_PER_ITERATION]
+    left = turns[8]
     assert not left.done()
     left.cancel()
     async with asyncio.timeout(PATIENCE_S):

@@ -21,7 +21,10 @@ from forebay.ingress.metrics import IngressMetrics
 
 POOL_FULL = "pool_full"  # error code of the owner when its queue is full
 IN_FLIGHT_MAX = 8_192  # per process, about 100 kB each; a Python process cannot stream more responses at once
-STARTED_PER_ITERATION = 2  # about ten milliseconds of the event loop between two polls of its sockets
+# Bytes of bodies that are prepared per iteration: up to ten milliseconds of the event loop between two polls of its
+# sockets. Requests that are prepared together share what the log does per iteration, such as a request to a broker.
+STARTED_BYTES = 32 << 10
+STARTED_BYTES_MIN = 2 << 10  # a smaller body counts as much, because it takes as long
 WAITING_MAX = 2_048  # as many as the listener's backlog
 WAIT_S = 4.0  # requests that would wait longer are rejected; shorter than the timeout of the router's queue
 BURST_S = 1.0  # a burst of this length is always queued, because its rate is not known yet
@@ -66,8 +69,8 @@ class IngressAdmission:
         self.in_flight = 0
         metrics.admitted.set_function(lambda: self.in_flight)
         self._now_s = now_s
-        self._started = 0  # requests started in this iteration of the event loop
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._started = 0  # bytes of the requests started in this iteration of the event loop
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()  # with the bytes of their bodies
         self._busy_since_s = 0.0  # time from which on requests have been waiting without a break
         self._begun = 0  # requests started since that time
         self.full = FullPool(lambda: self.in_flight, now_s)  # of the only model; several models have their own
@@ -89,16 +92,19 @@ class IngressAdmission:
             )
         self.in_flight += count
 
-    async def turn(self) -> None:
-        """Wait until the request may be prepared. At most `STARTED_PER_ITERATION` start per event loop iteration."""
-        if self._waiting or self._started >= STARTED_PER_ITERATION:
+    async def turn(self, size: int) -> None:
+        """Wait until a request with a body of `size` bytes may be prepared.
+
+        Requests start in an iteration of the event loop until their bodies together have `STARTED_BYTES`.
+        """
+        if self._waiting or self._started >= STARTED_BYTES:
             if not self._waiting:
                 self._busy_since_s, self._begun = self._now_s(), 0
             turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
+            self._waiting.append((turn, size))
             await turn
         else:
-            self._start()
+            self._start(size)
 
     def leave(self, count: int = 1) -> None:
         self.in_flight -= count
@@ -127,16 +133,16 @@ class IngressAdmission:
         busy_s = self._now_s() - self._busy_since_s
         return busy_s > BURST_S and count * busy_s > WAIT_S * max(1, self._begun)
 
-    def _start(self) -> None:
+    def _start(self, size: int) -> None:
         if not self._started:
             asyncio.get_running_loop().call_soon(self._next_iteration)
-        self._started += 1
+        self._started += max(size, STARTED_BYTES_MIN)
 
     def _next_iteration(self) -> None:
         self._started = 0
-        while self._waiting and self._started < STARTED_PER_ITERATION:
-            turn = self._waiting.popleft()
+        while self._waiting and self._started < STARTED_BYTES:
+            turn, size = self._waiting.popleft()
             if not turn.done():  # the client may have disconnected
-                self._start()
+                self._start(size)
                 self._begun += 1
                 turn.set_result(None)

@@ -162,7 +162,7 @@ class Exchange:
         """Submit the request, and return the server that the owner selects. Raises ApiError."""
         front = self._front
         front.bodies.limits.require(raw)
-        await front.admission.turn()
+        await front.admission.turn(len(raw))
         body = front.parse(KINDS[self.path], raw)
         self._model = body.model
         given = self._headers.get("x-request-id", "")

@@ -223,7 +223,7 @@ def add_tokenization(app: FastAPI, models: ServedModels) -> None:
         """Return the tokens of a text, or of a chat after the chat template."""
         with BodyReader(front.bodies) as reader:
             raw = await reader.read(request)
-            await front.admission.turn()
+            await front.admission.turn(len(raw))
             body: TokenizeChatBody | TokenizeTextBody
             if kind_of(raw) is ChatBody:
                 body = front.parse(TokenizeChatBody, raw)
@@ -244,8 +244,9 @@ def add_tokenization(app: FastAPI, models: ServedModels) -> None:
     async def count_tokens(request: Request) -> dict[str, int]:
         """Return the number of tokens of the prompt that a body of /v1/messages becomes."""
         with BodyReader(front.bodies) as reader:
-            body = front.parse(CountTokensBody, await reader.read(request))
-            await front.admission.turn()
+            raw = await reader.read(request)
+            await front.admission.turn(len(raw))
+            body = front.parse(CountTokensBody, raw)
             loaded, name = await _model_of(request, models, body.model)
             try:
                 return {"input_tokens": len(await loaded.tokenize(body.completion, name))}
@@ -257,7 +258,7 @@ def add_tokenization(app: FastAPI, models: ServedModels) -> None:
         """Return the text of tokens, including special tokens."""
         with BodyReader(front.bodies) as reader:
             raw = await reader.read(request)
-            await front.admission.turn()
+            await front.admission.turn(len(raw))
             body = front.parse(DetokenizeBody, raw)
             loaded, name = await _model_of(request, models, body.model or "")
             await loaded.group.adapters.resolve(name)

@@ -101,7 +101,7 @@ async def respond(request: Request, models: ServedModels, finder: RequestFinder,
     models.require_any()
     with BodyReader(front.bodies) as reader:
         raw = await reader.read(request)
-        await front.admission.turn()
+        await front.admission.turn(len(raw))
         body = front.parse(kind, raw)
         caller = caller_of(request.scope)
         caller.require_model(body.model)
@@ -130,7 +130,7 @@ async def respond_to_call(request: Request, models: ServedModels, finder: Reques
     caller, name = caller_of(request.scope), request.scope["path"].removeprefix(ENDPOINTS_PATH)
     with BodyReader(models.front.bodies) as reader:
         raw = await reader.read(request)
-        await models.front.admission.turn()
+        await models.front.admission.turn(len(raw))
         request_id = request_id_of(request, "call-")
         add_fields(request.scope, request_id=request_id)
         model = await models.find_endpoint(name, caller)
