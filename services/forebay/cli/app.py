@@ -3,7 +3,6 @@
 import errno
 import os
 import sys
-from importlib.metadata import version
 
 import click
 
@@ -136,8 +135,9 @@ COMMANDS: dict[str, dict[str, str | Subcommands]] = {
 def _show_version(ctx: click.Context, _: click.Parameter, is_wanted: bool) -> None:
     if is_wanted:
         from forebay.core.world import CORE_VERSION  # noqa: PLC0415 - only this option waits for it
+        from forebay.journal.release import own_release  # noqa: PLC0415 - as above
 
-        click.echo(f"forebay {version('forebay')}, decision rules {CORE_VERSION}")
+        click.echo(f"forebay {own_release()}, decision rules {CORE_VERSION}")
         ctx.exit()
 
 

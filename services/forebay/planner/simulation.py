@@ -14,6 +14,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,7 +22,6 @@ from forebay import runtime
 from forebay.core.scaling.state import PoolKey
 from forebay.events.control import RouterConfig
 from forebay.events.scaling import DemandForecast, PlannerSettings, PoolDemand, PoolScaling, SimulatedSize
-from forebay.live.planner.planner import Simulate
 from forebay.simulate.fleet_file import worker_group
 from forebay.simulate.profiles.profile import Profile
 from forebay.simulate.reading import open_workload
@@ -30,6 +30,9 @@ from forebay.simulate.simulation import Simulation
 from forebay.simulate.slo import Slo, goodput
 from forebay.simulate.workload import WorkloadOptions
 from forebay.simulate.workloads.source import PROMPT_TOKENS_MAX
+
+if TYPE_CHECKING:
+    from forebay.live.planner.planner import Simulate
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +92,7 @@ def simulated_sizes(
         yield from _bisected(_Simulated(pools, demand, settings), target)
 
 
-def simulator(settings: PlannerSettings, engines: Mapping[PoolKey, PoolEngine]) -> Simulate:
+def simulator(settings: PlannerSettings, engines: Mapping[PoolKey, PoolEngine]) -> "Simulate":
     """Return the function that simulates a forecast in another process. It raises SimulationFailed if it cannot."""
     limit_s = TIME_SHARE * settings.interval_s
 

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from importlib import import_module
 
 from forebay.core.routing.policies import BUILT_IN, CustomPolicies, Policy
-from forebay.journal.groups import policies_run, pools_of
 from forebay.runtime.errors import ConfigError
 from forebay.transport.base import Log, PolicyNotAllowed
 
@@ -13,6 +12,8 @@ ERROR_CHARS_MAX = 500  # of an import error's text, which is not under forebay's
 
 async def require_allowed(log: Log, partition: int, custom: CustomPolicies) -> None:
     """Check that the recorded owners of a group ran only built-in policies and the policies in `custom`."""
+    from forebay.journal.groups import policies_run, pools_of  # noqa: PLC0415 - simulations have no log
+
     named = {pool.router.mode: pool.pool for pool in await pools_of(log, partition)}
     refused = {mode: pool for mode, pool in named.items() if mode not in BUILT_IN and mode not in custom}
     if not refused:  # the journal need not be read

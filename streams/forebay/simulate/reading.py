@@ -10,7 +10,6 @@ import msgspec
 from forebay.runtime.errors import ConfigError
 from forebay.simulate.workload import Workload, WorkloadOptions
 from forebay.simulate.workloads.prepare import PreparedWorkload
-from forebay.simulate.workloads.recording import RecordingFile
 from forebay.simulate.workloads.rows import MooncakeRow, RowFile
 from forebay.simulate.workloads.source import BOM, NOT_JSON, WorkloadSource, lines, require_readable
 from forebay.simulate.workloads.synthetic import Synthetic
@@ -39,7 +38,11 @@ def _source(name: str, options: WorkloadOptions) -> WorkloadSource:
     form = form if colon and form in FORMATS else detect_format(path)
     if form in PRESETS:
         return TableFile(path, PRESETS[form])
-    return RecordingFile(path) if form == "recording" else RowFile(path, ours=form == "forebay")
+    if form == "recording":
+        from forebay.simulate.workloads.recording import RecordingFile  # noqa: PLC0415 - imports the readers of logs
+
+        return RecordingFile(path)
+    return RowFile(path, ours=form == "forebay")
 
 
 def detect_format(path: Path) -> str:
