@@ -299,8 +299,12 @@ class World:
 
     def next_due_us(self) -> int | None:
         """Return when the state next changes by time alone, in microseconds on the owner's clock, or None for never."""
-        due = [one.next_due_us() for one in (self.requests, self.commands, self.fleet, self.adapters)]
-        return min((one for one in due if one is not None), default=None)
+        due_us = self.requests.next_due_us()
+        avoided_us = self.fleet.next_due_us() if self.fleet.avoided else None
+        for other_us in (self.commands.next_due_us(), avoided_us, self.adapters.next_due_us()):
+            if other_us is not None and (due_us is None or other_us < due_us):
+                due_us = other_us
+        return due_us
 
     def expire(self) -> None:
         """Remove assumed blocks, sessions, pauses of workers, and remembered command ids and keys whose time is over.
@@ -312,7 +316,8 @@ class World:
         self.sessions.expire(self.now_us)
         self.commands.expire(self.now_us)
         self.requests.expire_keys(self.now_us)
-        self.fleet.expire(self.now_us)
+        if self.fleet.avoided:
+            self.fleet.expire(self.now_us)
 
     def machines(self) -> tuple[Digested, ...]:
         return (

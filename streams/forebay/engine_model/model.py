@@ -228,16 +228,17 @@ class EngineModel:
         """
         if not self._sequences and not self._blocks.changes:
             return None
-        calm = self._make_room() and self._calm
+        running = self._decoding.by_turn
+        calm = (not self._full or self._make_room()) and self._calm
         self._calm = True
         # Evictions that made this room are reported at the end of the iteration, so do not repeat it.
         steady = calm and self._prefilling is None and not self._blocks.changes
         prefill_tokens, attended, completed = 0, 0, NO_SEQUENCES
         if self._waiting or self._prefilling is not None:
             # Without a running sequence, the preemption made room for kept or fetched blocks, so others may start.
-            prefill_tokens, attended, completed = self._prefill(may_admit=calm or not self._decoding.by_turn)
+            prefill_tokens, attended, completed = self._prefill(may_admit=calm or not running)
         decoding, self._joining = self._joining, NONE_JOINING
-        if not prefill_tokens and not self._decoding.by_turn and not decoding.sequences:
+        if not prefill_tokens and not running and not decoding.sequences:
             return self._stand_still()
         emitted: list[Emitted] = []
         finished: list[Finished] = []
@@ -246,12 +247,12 @@ class EngineModel:
         work = StepWork(
             prefill_tokens=prefill_tokens,
             prefill_attended=attended,
-            decode_sequences=len(self._decoding.by_turn) + decoding.sequences,
+            decode_sequences=len(running) + decoding.sequences,
             decode_tokens=(self._decoding.blocks + decoding.blocks) * self.config.block_size,
             cache_tokens=self.pool.total * self.config.block_size,
         )
         duration_us = self.config.timing.step_us(work)
-        if self._decoding.by_turn:
+        if running:
             steady &= not (completed or prefill_tokens or self._loading.has_new)  # a new load may end in between
             if steady and until_us > duration_us:
                 iterations = min(-(-until_us // duration_us), self._decoding.next_due() - self._iteration)

@@ -6,6 +6,7 @@ the same description of a step: its prompt tokens, the (query, key) pairs of the
 sequences.
 """
 
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -36,6 +37,7 @@ def prefill_us(new_tokens: int) -> int:
     return round((4.209989e-07 * new_tokens * new_tokens + 1.518344e-02 * new_tokens + 16.50142) * US_PER_MS)
 
 
+@lru_cache(maxsize=1 << 14)  # most steps of a decoding engine take as long as an earlier one
 def decode_us(active: int, total: int) -> int:
     """Return the microseconds that Dynamo's mocker takes to decode one token per sequence.
 

@@ -159,6 +159,10 @@ class EventQueue(list[ScheduledEvent]):
         heappush(self, (at_us, self._put, action))
 
 
+def _number(rank: EngineRank) -> int:
+    return rank.number
+
+
 def _never() -> None:
     raise AssertionError("the sentinel of the event queue ran")
 
@@ -459,8 +463,10 @@ class SimulatedCluster:
 
     def _begin_steps(self) -> None:
         """Start a step on every idle engine that has work."""
-        ready = [rank for _, rank in sorted(self._ready.items()) if rank.step is None]
+        ready = [rank for rank in self._ready.values() if rank.step is None]
         alone = len(self._ready) == 1
+        if not alone:
+            ready.sort(key=_number)
         self._ready.clear()
         if self._disaggregated:
             # Start these first: their state limits how many iterations the other engines may run in one step.

@@ -123,7 +123,13 @@ class EngineRank:
         return self.tiers.computed(one.request_id, one.cached_tokens, is_fetched=is_fetched)
 
     def step_events(self, changes: list[CacheChange]) -> list[AnyKvEvent]:
-        events: list[AnyKvEvent] = [*map(self._cache_event, changes)] if self.spec.kv_events else []
+        events: list[AnyKvEvent] = []
+        for change in changes if self.spec.kv_events else ():
+            fields = self._cache_fields(change.hashes)
+            if isinstance(change, Stored):
+                events.append(BlocksStored(parent_hash=change.parent, **fields))
+            else:
+                events.append(BlocksRemoved(**fields))
         if self.tiers is not None:
             self.tiers.stepped()
             events += self.tier_events()
@@ -140,11 +146,6 @@ class EngineRank:
             return []
         name = self.spec.worker_id
         return [TierCostsMeasured(worker_id=name, worker_epoch=self.worker_epoch, costs=costs, rank=self.rank)]
-
-    def _cache_event(self, change: CacheChange) -> BlocksStored | BlocksRemoved:
-        if isinstance(change, Stored):
-            return BlocksStored(parent_hash=change.parent, **self._cache_fields(change.hashes))
-        return BlocksRemoved(**self._cache_fields(change.hashes))
 
     def _tier_events(self, change: BlockChange) -> list[AnyKvEvent]:
         events: list[AnyKvEvent] = []

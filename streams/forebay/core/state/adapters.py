@@ -83,7 +83,7 @@ class AdapterCatalog:
 
     def next_due_us(self) -> int | None:
         """Return when the owner tries again to place an adapter, in microseconds on its clock, or None."""
-        return min(self._blocked.values(), default=None)
+        return min(self._blocked.values()) if self._blocked else None
 
     def digest(self) -> int:
         """Return a 64-bit digest, the sum of a term per adapter. It is 0 without any, as in logs without catalogs."""
