@@ -451,7 +451,7 @@ def test_topics_are_listed_as_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "package", "arguments"), [("indexer", "faust", ["indexer"]), ("fit", "numpy", ["fit", "run.db"])]
+    ("extra", "package", "arguments"), [("indexer", "faust", ["indexer"]), ("fit", "scipy", ["fit", "run.db"])]
 )
 def test_a_missing_extra_is_named_in_one_line(
     extra: str, package: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

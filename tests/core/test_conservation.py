@@ -62,6 +62,7 @@ from tests.core.worlds import (
     actions,
     commanded,
     decode_pool,
+    depths_by_rank,
     disagg_policy_of,
     histories,
     joined,
@@ -252,7 +253,7 @@ def test_a_snapshot_and_the_tail_give_the_whole_state(history: list[Any], cut: i
     assert list(copy.world.snapshot()) == list(whole.world.snapshot())
     assert copy.world.next_due_us() == whole.world.next_due_us()
     for prompt in PROMPTS:
-        assert copy.world.load.active_depths(prompt) == whole.world.load.active_depths(prompt)
+        assert depths_by_rank(copy.world.load, prompt) == depths_by_rank(whole.world.load, prompt)
         assert copy.world.routed.depths(prompt) == whole.world.routed.depths(prompt)
         assert copy.world.index.overlaps(prompt) == whole.world.index.overlaps(prompt)
     whole.decided.clear()

@@ -14,6 +14,7 @@ from forebay.core.restore import restore
 from forebay.core.routing.cost import CostTable, Demand, cost_table, taint_factor
 from forebay.core.routing.draws import lowest
 from forebay.core.state.fleet import FleetWorker
+from forebay.core.state.holder_bits import HolderBits
 from forebay.core.state.load import FleetLoad
 from forebay.core.state.prefix_index import NO_OVERLAP, Overlap
 from forebay.core.state.rank_load import rates_of
@@ -50,10 +51,11 @@ def roster(**loads: tuple[int, int, int]) -> Roster:
 
 
 def table(seats: Roster, prompt_tokens: int, blocks: int = 0, **changes: Any) -> CostTable:
-    names = ("overlaps", "active", "preferred_taints")
-    demand: dict[str, Any] = {name: changes.pop(name) for name in names if name in changes}
-    fields: dict[str, Any] = {"active": {}, "overlaps": {}, **demand}
-    return cost_table(RouterConfig(**changes), BLOCK_SIZE, seats, Demand(prompt_tokens, blocks, **fields))
+    loads = {candidate.key: candidate.load for candidate in seats.ranks}
+    active = [(1 << loads[key].slot, depth) for key, depth in changes.pop("active", {}).items() if key in loads]
+    overlaps, taints = changes.pop("overlaps", {}), changes.pop("preferred_taints", ())
+    demand = Demand(prompt_tokens, blocks, active, HolderBits(()), (), overlaps, taints)
+    return cost_table(RouterConfig(**changes), BLOCK_SIZE, seats, demand)
 
 
 def test_the_worked_examples_of_the_router_design() -> None:
@@ -62,7 +64,7 @@ def test_the_worked_examples_of_the_router_design() -> None:
     found = table(seats, 640, overlaps={("a", 0): Overlap(2), ("b", 0): Overlap(5), ("c", 0): Overlap(8)})
     assert found.prefill_blocks == [10.0] * 3
     assert found.costs == [18.0, 10.0, 11.0]
-    assert lowest(found.costs, seed=1) == 1
+    assert lowest(found.columns[0], seed=1) == 1
 
 
 def test_every_weight_counts() -> None:
@@ -354,7 +356,7 @@ def caches(held: list[int], capacity: int = CAPACITY, tiers: Sequence[LowerTier 
 
 def evicting(ranks: Roster, blocks: float, overlaps: dict[str, Overlap] | None = None, **config: Any) -> CostTable:
     known = {(name, 0): overlap for name, overlap in (overlaps or {}).items()}
-    demand = Demand(int(blocks * BLOCK_SIZE), 0, {}, known, now_us=config.pop("now_us", 0))
+    demand = Demand(int(blocks * BLOCK_SIZE), 0, (), HolderBits(()), (), known, now_us=config.pop("now_us", 0))
     return cost_table(RouterConfig(**config), BLOCK_SIZE, ranks, demand)
 
 
@@ -368,7 +370,7 @@ def test_the_cost_is_zero_exactly_while_the_new_blocks_fit(held: list[int], bloc
     cached = {name: Overlap(data.draw(st.integers(0, min(one, blocks)))) for name, one in zip(names, held, strict=True)}
     ranks = caches(held)
     for at, load in enumerate(ranks.loads):
-        load.turnover_us = (-at - 1,)  # the first of the candidates has the newest blocks
+        load.set_turnover((-at - 1,))  # the first of the candidates has the newest blocks
     found, without = evicting(ranks, blocks, cached), evicting(ranks, blocks, cached, eviction_weight=0.0)
     more = [max(one + blocks - cached[name].device - CAPACITY, 0) for name, one in zip(names, held, strict=True)]
     oldest = max((at + 1 for at, one in enumerate(more) if one), default=0)

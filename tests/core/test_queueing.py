@@ -15,11 +15,13 @@ from msgspec.msgpack import decode, encode
 from forebay.core.block_hashes import extend_chain
 from forebay.core.state import queue as queue_module
 from forebay.core.state.holder_bits import HolderKey
-from forebay.core.state.load import BLOCK_UNITS, FleetLoad
+from forebay.core.state.load import FleetLoad
 from forebay.core.state.queue import OFFERS_PER_LINE_MAX, TENANT_QUANTUM, QueuedRequest, Queues, class_of
+from forebay.core.state.rank_load import BLOCK_UNITS
 from forebay.events.control import QueueClass, QueueConfig, QueuePolicy
 from forebay.events.metrics import LoadReported
 from forebay.events.snapshots import QueueTurns
+from tests.core.worlds import depths_by_rank
 
 POLICIES: list[QueuePolicy] = ["fcfs", "wspt", "lcfs"]
 DEFAULT = QueueClass(quantum=10)
@@ -706,11 +708,11 @@ def test_load_equals_a_count_of_every_block(
         assert now(load, key) == (sum(one.tokens for one in mine), float(blocks_of(key, requests)), len(mine))
         assert load.rank_load(*key).computed_tokens == booked_tokens[key]
     depths = {key: depth_of(key, query, requests) for key in RANKS}
-    assert load.active_depths(query) == {key: depth for key, depth in depths.items() if depth}
+    assert depths_by_rank(load, query) == {key: depth for key, depth in depths.items() if depth}
     copy = restored_load(load)
     assert copy.digest() == load.digest()
     assert [now(copy, key) for key in RANKS] == [now(load, key) for key in RANKS]
-    assert copy.active_depths(query) == load.active_depths(query)
+    assert depths_by_rank(copy, query) == depths_by_rank(load, query)
     assert list(copy.snapshot()) == list(load.snapshot())
     for name in plain:
         load.free(name)

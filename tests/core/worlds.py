@@ -1,7 +1,7 @@
 """Worlds for tests: a driver that applies events as an owner does, and histories that are drawn."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -14,6 +14,7 @@ from forebay.core.routing.policies import ONLY_BUILT_IN, CustomPolicies
 from forebay.core.selection.candidates import find_candidates, must_queue
 from forebay.core.selection.disaggregation import locate_prompt
 from forebay.core.state.active_request import ActiveRequest
+from forebay.core.state.load import FleetLoad
 from forebay.core.state.prefix_index import TIERS
 from forebay.core.step import AnyDecision, InputEvent, claim, open_run, step
 from forebay.core.world import World
@@ -657,3 +658,13 @@ def setting(chance: random.Random) -> PoolSetting:
         PoolDrainSet(model=model, pool=pool, drained=chance.random() < 0.7),
     ]
     return chance.choice(changes)
+
+
+def depths_by_rank(load: FleetLoad, prompt: Sequence[int]) -> dict[tuple[str, int], int]:
+    """Return `active_depths` by worker id and rank."""
+    return {
+        (rank.worker_id, rank.rank): depth
+        for mask, depth in load.active_depths(prompt)
+        for rank in load.ranks()
+        if mask >> rank.slot & 1
+    }

@@ -201,7 +201,7 @@ def _mock(choice: EngineChoice, spec: WorkerSpec) -> tuple[Engine, WorkerSpec]:
 
 def mock_connector() -> Literal["nixl", "modelled"]:
     """Return how mock engines transfer KV: by NIXL if it is installed, otherwise in modelled time."""
-    return NIXL if find_spec("nixl_cu12") and find_spec("numpy") else "modelled"
+    return NIXL if find_spec("nixl_cu12") else "modelled"
 
 
 def _kv_interface(settings: EngineSettings) -> str:

@@ -109,7 +109,7 @@ def _place(
             reason="waiting" if holders else "missing",
             waiting=len(requests),
             unloaded=unloaded or "",
-            candidates=len(plan.table.costs),
+            candidates=len(plan.table),
             terms=plan.table.terms(plan.at),
         )
     ]

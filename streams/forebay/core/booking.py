@@ -74,7 +74,7 @@ def answer_query(world: World, event: RouteQueried, stamp: Stamp, plan: Plan, *,
         pool=plan.pool.pool,
         mode=plan.config.mode,
         choice=table.candidate(plan.at),
-        candidates=tuple(table.candidate(at) for at in range(len(table.costs))),
+        candidates=tuple(table.candidate(at) for at in range(len(table))),
         table_digest=hex_digest(table.digest()),
         ties=plan.ties,
         would_wait=would_wait,
@@ -218,7 +218,7 @@ def _routed(world: World, request: ActiveRequest, plan: Plan) -> RequestRouted:
         slot=candidate.worker.slot,
         rank=candidate.rank,
         mode=plan.config.mode,
-        candidates=len(table.costs),
+        candidates=len(table),
         table_digest=hex_digest(table.digest()),
         terms=table.terms(plan.at),
         ties=plan.ties,
@@ -234,7 +234,8 @@ def _routed(world: World, request: ActiveRequest, plan: Plan) -> RequestRouted:
 def _count_reused(world: World, plan: Plan) -> int:
     """Return the prompt tokens cached on the selected rank's device. Count selections below the largest overlap."""
     device = plan.table.overlap(plan.at).device
-    most = max((overlap.device for overlap in plan.table.overlaps.values()), default=0)
+    cached = plan.table.cached[0]
+    most = cached.item(cached.argmax())
     if device < most:
         world.counts["non_max_overlap_selections"] += 1
         world.counts["overlap_blocks_lost"] += most - device

@@ -4,12 +4,11 @@ docs/simulate.md documents the format. Times in the file are in seconds, delays 
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import msgspec
 
-from forebay.core.routing.policies import BUILT_IN
-from forebay.events.control import RouterConfig
+from forebay.events.control import RouterConfig, RouterMode
 from forebay.runtime.errors import ConfigError, prefixed
 from forebay.runtime.files import read_toml
 from forebay.simulate.field_descriptions import converted
@@ -135,7 +134,9 @@ def _group(one: _Workers, folder: Path, where: str) -> WorkerGroup:
 
 def _simulatable(router: RouterConfig | None, where: str) -> RouterConfig | None:
     """Return the routing configuration of a pool. Raises ConfigError for a mode that no `--policy` accepts."""
-    if router is not None and (router.mode == "direct" or ("." not in router.mode and router.mode not in BUILT_IN)):
-        modes = ", ".join(sorted(set(BUILT_IN) - {"direct"}))
-        raise ConfigError(f"{where}.mode: {router.mode!r} cannot be simulated; use {modes} or a dotted class path")
+    modes = sorted(set(get_args(RouterMode)) - {"direct"})
+    if router is not None and "." not in router.mode and router.mode not in modes:
+        raise ConfigError(
+            f"{where}.mode: {router.mode!r} cannot be simulated; use {', '.join(modes)} or a dotted class path"
+        )
     return router

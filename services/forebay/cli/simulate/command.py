@@ -63,7 +63,7 @@ class FitCommand:
     """
 
     RUN: ClassVar = "simulate.fit:run_fit"
-    REQUIRES: ClassVar = ("fit", "numpy", "scipy")
+    REQUIRES: ClassVar = ("fit", "scipy")
 
     log: Annotated[Path, Argument(help="A recording, or a log file of `forebay up`, which may be in use.")]
     out: OutOption = None

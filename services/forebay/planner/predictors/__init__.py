@@ -59,7 +59,7 @@ def moving_average(series: Sequence[float]) -> float:
     return sum(newest) / len(newest)
 
 
-NEEDED_BY_EXTRA = ("numpy", "statsmodels", "threadpoolctl")
+NEEDED_BY_EXTRA = ("statsmodels", "threadpoolctl")
 STATISTICAL = "forebay.planner.predictors.statistical"  # imported if it is used, because it takes a second
 PREDICTORS: dict[str, Predict | str] = {  # a text is the name of a function in `STATISTICAL`
     "constant": last_value,

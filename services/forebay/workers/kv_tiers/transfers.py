@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
+
+import numpy as np
 
 from forebay import runtime
 from forebay.engine_model.steps import StoreChange
@@ -22,8 +24,6 @@ from forebay.events.kv import LowerTier
 from forebay.events.progress import OnboardedTokens
 from forebay.kv_tiers.costs import CostModel
 from forebay.kv_tiers.manager import Loading, TierManager, TierRun, Write
-from forebay.runtime.errors import install_command
-from forebay.workers.engine import PackageMissing
 from forebay.workers.kv_tiers.block_format import BAD_REASONS
 from forebay.workers.kv_tiers.block_store import BlockStore
 from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
@@ -61,17 +61,11 @@ SOURCE = "source"  # reason of blocks whose source could not be read
 class HostMemory:
     """Slots of host memory for one block each. The operating system provides the memory when it is first used.
 
-    Methods that change slots are called by one thread; copies may run on other threads at the same time. Raises
-    PackageMissing if numpy is not installed.
+    Methods that change slots are called by one thread; copies may run on other threads at the same time.
     """
 
     def __init__(self, blocks: int, block_bytes: int) -> None:
-        try:
-            import numpy  # noqa: PLC0415 - an extra
-        except ImportError:
-            raise PackageMissing(f"a host tier needs numpy: {install_command('kv-tiers')}") from None
-        self._numpy = numpy
-        self._memory: Any = numpy.empty((blocks, block_bytes), numpy.uint8)
+        self._memory = np.empty((blocks, block_bytes), np.uint8)
         self._free = list(range(blocks - 1, -1, -1))
         self._slots: dict[BlockName, int] = {}
         self._uses: dict[int, int] = {}  # by slot: transfers that read it
@@ -121,11 +115,11 @@ class HostMemory:
 
     def copy_in(self, slot: int, source: memoryview) -> None:
         """Copy a block into a slot. Other threads run meanwhile."""
-        self._memory[slot] = self._numpy.frombuffer(source, dtype=self._numpy.uint8)
+        self._memory[slot] = np.frombuffer(source, dtype=np.uint8)
 
     def copy_out(self, slot: int, target: memoryview) -> None:
         """Copy a slot to other memory. Other threads run meanwhile."""
-        self._numpy.frombuffer(target, dtype=self._numpy.uint8)[:] = self._memory[slot]
+        np.frombuffer(target, dtype=np.uint8)[:] = self._memory[slot]
 
 
 class TierHealth:

@@ -7,6 +7,7 @@ numbers and a checksum, and all fields are checked here before NIXL uses them.
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+import numpy as np
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from forebay.events.base import Name, hex_digest
@@ -17,8 +18,6 @@ from forebay.workers.kv_transfer.api import NIXL
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 
 if TYPE_CHECKING:
-    import numpy as np
-
     Slots = np.ndarray[Any, np.dtype[np.int32]]
 
 SLOTS_MAX = 1 << 20  # a reader prepares a list of all slots of a holder: about 64 MB at this number
@@ -68,9 +67,7 @@ def encode_location(place: BlockLocation) -> bytes:
 
 def slots_of(place: BlockLocation) -> "Slots":
     """Return the slot numbers of the offered blocks, in order."""
-    import numpy  # noqa: PLC0415 - an extra
-
-    return numpy.frombuffer(place.blocks, dtype="<u4").astype(numpy.int32)
+    return np.frombuffer(place.blocks, dtype="<u4").astype(np.int32)
 
 
 def decode_location(offered: Prefilled | Encoded, block_bytes: int) -> BlockLocation:

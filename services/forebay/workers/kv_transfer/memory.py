@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from forebay import runtime
@@ -25,8 +26,6 @@ from forebay.workers.kv_transfer.descriptor import OFFERS_MAX, SLOTS_MAX, BlockL
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from forebay.workers.kv_transfer.api import Array, Numbers
     from forebay.workers.kv_transfer.descriptor import Slots
 
@@ -48,8 +47,6 @@ class Arena:
     """
 
     def __init__(self, blocks: int, block_bytes: int) -> None:
-        import numpy  # noqa: PLC0415 - an extra
-
         if blocks < 1 or block_bytes < 1 or 2 * blocks > SLOTS_MAX:
             raise EngineError(
                 f"{blocks} KV blocks of {block_bytes} bytes: expected 1 to {SLOTS_MAX // 2} blocks of 1 byte or more"
@@ -66,14 +63,14 @@ class Arena:
             raise EngineError(
                 f"cannot map memory for {self.slots} KV blocks of {block_bytes} bytes: {error}"
             ) from error
-        memory = numpy.frombuffer(mapped, dtype=numpy.uint8)
+        memory = np.frombuffer(mapped, dtype=np.uint8)
         self.address: int = memory.ctypes.data
         self._rows = memory[: self.slots * block_bytes].reshape(self.slots, block_bytes)
-        self.words: np.ndarray[Any, np.dtype[np.uint64]] = memory[start:].view(numpy.uint64)[:OFFERS_MAX]
-        self.scratch: np.ndarray[Any, np.dtype[np.uint64]] = memory[start:].view(numpy.uint64)[OFFERS_MAX:]
-        self._slot_of = numpy.arange(blocks, dtype=numpy.int32)
+        self.words: np.ndarray[Any, np.dtype[np.uint64]] = memory[start:].view(np.uint64)[:OFFERS_MAX]
+        self.scratch: np.ndarray[Any, np.dtype[np.uint64]] = memory[start:].view(np.uint64)[OFFERS_MAX:]
+        self._slot_of = np.arange(blocks, dtype=np.int32)
         self._spare = list(range(blocks, self.slots))
-        self._marks = numpy.zeros(blocks, dtype=numpy.int32)
+        self._marks = np.zeros(blocks, dtype=np.int32)
         self._promised = 0
 
     def view(self, block: int) -> "Array":
@@ -90,18 +87,14 @@ class Arena:
 
     def numbers(self, blocks: Sequence[int]) -> "Numbers":
         """Return block numbers as an array. Raises TransferError with reason `refused` for an invalid block number."""
-        import numpy  # noqa: PLC0415 - an extra
-
         packed = array("q", blocks)  # twice as fast as numpy with lists
-        numbers: Numbers = numpy.frombuffer(packed, dtype=numpy.int64) if packed else numpy.empty(0, dtype=numpy.int64)
+        numbers: Numbers = np.frombuffer(packed, dtype=np.int64) if packed else np.empty(0, dtype=np.int64)
         if packed and (int(numbers.min()) < 0 or int(numbers.max()) >= self.blocks):
             raise TransferError(f"invalid block number: this worker has blocks 0 to {self.blocks - 1}", "refused")
         return numbers
 
     def distinct(self, numbers: "Numbers") -> bool:
-        import numpy  # noqa: PLC0415 - an extra
-
-        places = numpy.arange(len(numbers), dtype=numpy.int32)
+        places = np.arange(len(numbers), dtype=np.int32)
         self._marks[numbers] = places
         return bool((self._marks[numbers] == places).all())
 

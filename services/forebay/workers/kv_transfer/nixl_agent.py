@@ -25,14 +25,11 @@ def agent_name(worker_id: str) -> str:
 
 
 def load_nixl(what: str = "embedding transfers") -> Any:
-    """Return the Python bindings of NIXL. Raises PackageMissing, for the feature `what`, without NIXL or numpy."""
+    """Return the Python bindings of NIXL. Raises PackageMissing, for the feature `what`, without NIXL."""
     try:
         import nixl_cu12  # noqa: PLC0415 - half a second, and an extra
-        import numpy  # noqa: F401, PLC0415 - likewise
     except ImportError as error:
-        raise PackageMissing(
-            f"cannot import NIXL for {what} ({error}): pip install numpy && pip install --no-deps nixl-cu12"
-        ) from error
+        raise PackageMissing(f"cannot import NIXL for {what} ({error}): pip install --no-deps nixl-cu12") from error
     logging.getLogger("nixl").setLevel(logging.WARNING)  # otherwise NIXL logs every agent that starts
     return nixl_cu12
 

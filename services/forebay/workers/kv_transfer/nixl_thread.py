@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from forebay.workers.kv_transfer.descriptor import OFFERS_MAX, BlockLocation, slots_of
 from forebay.workers.kv_transfer.memory import READS_MAX, WORD_BYTES, Arena, words_offset
 from forebay.workers.kv_transfer.nixl_agent import LOCAL, TransferError, open_agent, remote_name
@@ -61,9 +63,7 @@ class Peer:
 
 def prepare(agent: Any, whose: str, address: int, length: int, count: int) -> Any:
     """Return NIXL's prepared list of consecutive pieces of memory."""
-    import numpy  # noqa: PLC0415 - an extra
-
-    strided = numpy.array([[address, length, 0, length, count]], dtype=numpy.uint64)
+    strided = np.array([[address, length, 0, length, count]], dtype=np.uint64)
     return agent.prep_xfer_dlist(whose, strided, mem_type="DRAM")
 
 

@@ -11,89 +11,121 @@ than the one with the least, in multiples of this prompt. Source: Dynamo's KV ro
 Costs use only + - * / in the order written here, and decimal curves, so every machine gets the same bits.
 """
 
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Context, Decimal
-from functools import lru_cache
-from itertools import chain
-from operator import add
+from functools import cached_property, lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_64
 
-from forebay.core.state.holder_bits import HolderKey
-from forebay.core.state.prefix_index import NO_OVERLAP, Overlap
-from forebay.core.state.rank_load import NO_RATES, UNKNOWN_BLOCKS, RankLoad, credit_blocks
+from forebay.core.state.holder_bits import HolderBits, HolderKey, bits_of
+from forebay.core.state.prefix_index import Overlap
+from forebay.core.state.rank_load import LOWER_TIERS, UNKNOWN_BLOCKS, credit_blocks
 from forebay.core.state.roster import Roster
 from forebay.events.control import RouterConfig
 from forebay.events.decisions import CostTerms, ScoredCandidate
+from forebay.events.kv import LowerTier
 from forebay.events.requests import TaintWeight
 
 _DECIMAL = Context(prec=30)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class CostTable:
     """Cost and cost terms of every candidate, in KV blocks and in roster order.
 
-    There is one list per term, because a decision reads every term of hundreds of candidates.
+    The arrays are what a decision computes and hashes. The lists are for readers that look at single candidates.
 
     Attributes:
-        prefill_blocks: prompt blocks that each candidate still has to compute, including those of this request.
-        credit_blocks: reduction of the cost per candidate for cached blocks.
-        decode_blocks: blocks in use by requests in flight per candidate, plus the blocks that this request would add.
-        overlaps: cached blocks of the prompt by position in the roster. A position without an entry has none.
-        taint_factors: factor of the cost per candidate from preferred taints; None if the request prefers none.
-        eviction_costs: increase of the cost for cached blocks that the rank must evict, by position like `overlaps`.
+        columns: rows `costs`, `prefill_blocks`, `credit_blocks` and `decode_blocks`.
+        requests: requests in flight per candidate.
+        cached: rows device, host, disk and store: cached leading blocks of the prompt per candidate.
+        has_lower: whether any of these blocks are not on a device.
+        factors: factor of the cost per candidate from preferred taints; None if the request prefers none.
+        evictions: increase of the cost for cached blocks that each rank must evict; None if none must evict any.
     """
 
     roster: Roster
-    costs: list[float]
-    prefill_blocks: list[float]
-    credit_blocks: list[float]
-    decode_blocks: list[float]
-    active_requests: list[int]
-    overlaps: dict[int, Overlap]
-    taint_factors: list[float] | None
-    eviction_costs: dict[int, float]
+    columns: NDArray[np.float64]
+    requests: NDArray[np.int64]
+    cached: NDArray[np.int64]
+    has_lower: bool
+    factors: NDArray[np.float64] | None
+    evictions: NDArray[np.float64] | None
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @cached_property
+    def costs(self) -> list[float]:
+        return _floats(self.columns[0])
+
+    @cached_property
+    def prefill_blocks(self) -> list[float]:
+        """Prompt blocks that each candidate still has to compute, including those of this request."""
+        return _floats(self.columns[1])
+
+    @cached_property
+    def credit_blocks(self) -> list[float]:
+        """Reduction of the cost per candidate for cached blocks."""
+        return _floats(self.columns[2])
+
+    @cached_property
+    def decode_blocks(self) -> list[float]:
+        """Blocks in use by requests in flight per candidate, plus the blocks that this request would add."""
+        return _floats(self.columns[3])
+
+    @cached_property
+    def active_requests(self) -> list[int]:
+        return [int(count) for count in self.requests]
+
+    @cached_property
+    def taint_factors(self) -> list[float] | None:
+        return None if self.factors is None else _floats(self.factors)
+
+    @cached_property
+    def eviction_costs(self) -> dict[int, float]:
+        """Costs for evicted blocks by position, without zeros."""
+        return {} if self.evictions is None else {at: cost for at, cost in enumerate(self.evictions.tolist()) if cost}
 
     def overlap(self, at: int) -> Overlap:
         """Return how many leading prompt blocks the candidate at position `at` has cached."""
-        return self.overlaps.get(at, NO_OVERLAP)
+        return Overlap(*self.cached[:, at].tolist())
 
     def digest(self) -> int:
         """Return a 64-bit digest over the names and all cost terms of the candidates."""
         state = xxh3_64(seed=self.roster.names_hash)
-        for column in (
-            self.costs,
-            self.prefill_blocks,
-            self.credit_blocks,
-            self.decode_blocks,
-            self.taint_factors or (),
-        ):
-            state.update(array("d", column))
-        state.update(array("q", self.active_requests))
-        positions = sorted(self.overlaps)
-        tiers = [*zip(*map(self.overlaps.__getitem__, positions), strict=True)]
-        state.update(array("q", [*chain.from_iterable(zip(positions, *tiers, strict=True))]))
-        state.update(array("q", self.eviction_costs))
-        state.update(array("d", self.eviction_costs.values()))
+        state.update(self.columns.data)
+        if self.factors is not None:
+            state.update(self.factors.data)
+        state.update(self.requests.data)
+        positions = np.flatnonzero(self.cached.any(axis=0)) if self.has_lower else self.cached[0].nonzero()[0]
+        overlaps = np.empty((len(positions), 5), np.int64)
+        overlaps[:, 0], overlaps[:, 1:] = positions, self.cached[:, positions].T
+        state.update(overlaps.data)
+        if self.evictions is not None:
+            positions = self.evictions.nonzero()[0]
+            state.update(positions.data)
+            state.update(self.evictions[positions].data)
         return state.intdigest()
 
     def terms(self, at: int) -> CostTerms:
-        overlap = self.overlap(at)
+        cost, prefill, credit, decode = self.columns[:, at].tolist()
+        device, host, disk, store = self.cached[:, at].tolist()
         return CostTerms(
-            cost=self.costs[at],
-            prefill_blocks=self.prefill_blocks[at],
-            overlap_credit=self.credit_blocks[at],
-            decode_blocks=self.decode_blocks[at],
-            active_requests=self.active_requests[at],
-            device_overlap=overlap.device,
-            host_overlap=overlap.host,
-            disk_overlap=overlap.disk,
-            taint_factor=1.0 if self.taint_factors is None else self.taint_factors[at],
-            store_overlap=overlap.store,
-            eviction_cost=self.eviction_costs.get(at, 0.0),
+            cost=cost,
+            prefill_blocks=prefill,
+            overlap_credit=credit,
+            decode_blocks=decode,
+            active_requests=self.requests.item(at),
+            device_overlap=device,
+            host_overlap=host,
+            disk_overlap=disk,
+            taint_factor=1.0 if self.factors is None else self.factors.item(at),
+            store_overlap=store,
+            eviction_cost=0.0 if self.evictions is None else self.evictions.item(at),
         )
 
     def candidate(self, at: int) -> ScoredCandidate:
@@ -107,18 +139,27 @@ class Demand:
 
     Attributes:
         blocks: number of prompt blocks that count as decode load.
-        active: leading prompt blocks that other requests in flight on a rank already use; none without an entry.
-        overlaps: cached leading blocks of the prompt by rank; none without an entry.
+        active: leading prompt blocks that other requests in flight on a rank already use, as from `active_depths`.
+        holders: assigns ranks to the bits of the masks in `cached`.
+        cached: cached leading blocks of the prompt, each with the mask of the ranks that have it.
+        overlaps: the same for single ranks, instead of what `cached` says about them.
         has_tight_caches: whether any rank has less than a quarter of its cache free.
     """
 
     prompt_tokens: int
     blocks: int
-    active: Mapping[HolderKey, int]
+    active: Sequence[tuple[int, int]]
+    holders: HolderBits
+    cached: Sequence[tuple[int, Overlap]]
     overlaps: Mapping[HolderKey, Overlap]
-    preferred_taints: Sequence[TaintWeight] = ()
+    preferred_taints: tuple[TaintWeight, ...] = ()
     now_us: int = 0
     has_tight_caches: bool = True
+
+
+def _floats(row: NDArray[np.float64]) -> list[float]:
+    numbers: list[float] = row.tolist()
+    return numbers
 
 
 def cost_table(config: RouterConfig, block_size: int, roster: Roster, demand: Demand) -> CostTable:
@@ -128,104 +169,99 @@ def cost_table(config: RouterConfig, block_size: int, roster: Roster, demand: De
     eviction) * (decode_blocks + 1). If prefill is not tracked, the credit reduces the decode blocks: max(decode_blocks
     - credit, 0) + eviction. Dynamo's decode routers compute the cost in this way.
     """
-    loads, positions = roster.loads, roster.positions
-    prompt_tokens, blocks = demand.prompt_tokens, demand.blocks
-    if config.track_prefill_tokens:
-        prefill = [(load.prefill_tokens + prompt_tokens) / block_size for load in loads]
-    else:
-        prefill = [0.0] * len(loads)
-    decode = [load.decode_blocks + blocks for load in loads]
-    for key, depth in demand.active.items():
-        at = positions.get(key)
-        if at is not None:
-            decode[at] -= depth
-    requests = [load.active_requests for load in loads]
-    found = zip(map(positions.get, demand.overlaps), demand.overlaps.values(), strict=True)
-    overlaps = {at: overlap for at, overlap in found if at is not None}
-    decay = _decay(config, block_size, roster, prompt_tokens)
-    saved_blocks = (_measured if config.tier_credit == "measured" else _weighted)(config, roster, overlaps, decay)
-    evictions = _evictions(config, block_size, roster, demand, overlaps)
-    costs = _costs(config, prefill, saved_blocks, overlaps, evictions, decode, requests)
+    loads, slots = roster.columns, roster.slots
+    columns = np.zeros((4, len(slots)))
+    costs, prefill, credit, decode = columns
+    waiting = loads.prefill_tokens.take(slots) if config.track_prefill_tokens else None
+    if waiting is not None:
+        np.add(waiting, demand.prompt_tokens, prefill)
+        np.divide(prefill, block_size, prefill)
+    np.add(loads.decode_blocks.take(slots), demand.blocks, decode)
+    if demand.active:
+        shared = np.zeros(len(loads.decode_blocks))
+        for mask, depth in demand.active:
+            shared[bits_of(mask)] = depth
+        np.subtract(decode, shared.take(slots), decode)
+    requests = loads.active_requests.take(slots)
+    cached, has_lower = _cached_blocks(roster, demand)
+    decay = _decay(config, block_size, waiting, demand.prompt_tokens)
+    np.multiply(
+        cached[0], config.overlap_score_credit if decay is None else config.overlap_score_credit / decay, credit
+    )
+    if has_lower:
+        _credit_lower(config, roster, cached, credit)
+    evictions = _evictions(config, block_size, roster, demand, cached[0])
+    _costs(config, columns, evictions, requests)
     factors = _taint_factors(roster, demand.preferred_taints)
     if factors is not None:
-        costs = [cost * factor for cost, factor in zip(costs, factors, strict=True)]
-    return CostTable(roster, costs, prefill, saved_blocks, decode, requests, overlaps, factors, evictions)
+        np.multiply(costs, factors, costs)
+    return CostTable(roster, columns, requests, cached, has_lower, factors, evictions)
 
 
-def _weighted(
-    config: RouterConfig, roster: Roster, overlaps: Mapping[int, Overlap], decay: list[float] | None
-) -> list[float]:
-    host, disk = config.host_cache_hit_weight, config.disk_cache_hit_weight
-    store, credit, same, saved = config.shared_cache_hit_weight, config.overlap_score_credit, NO_OVERLAP, 0.0
-    saved_blocks = [0.0] * len(roster.loads)
-    for at, overlap in overlaps.items():
-        if decay is not None:
-            saved = credit / decay[at] * overlap.device + host * overlap.host + disk * overlap.disk
-            saved += store * overlap.store
-        elif overlap is not same:  # many ranks share one overlap object
-            same, saved = overlap, credit * overlap.device + host * overlap.host + disk * overlap.disk
-            saved += store * overlap.store
-        saved_blocks[at] = saved
-    return saved_blocks
+def _cached_blocks(roster: Roster, demand: Demand) -> tuple[NDArray[np.int64], bool]:
+    count, has_lower = len(roster.ranks), bool(demand.overlaps)
+    found = np.zeros((4, count + 1), np.int64)  # the last column is for ranks that are not in the roster
+    if demand.cached:
+        positions = roster.positions_by_bit(demand.holders)
+        for mask, overlap in demand.cached:
+            at = positions[bits_of(mask)]
+            found[0, at] = overlap.device
+            if overlap.host or overlap.disk or overlap.store:
+                has_lower = True
+                found[:, at] = np.array(overlap)[:, np.newaxis]
+    for key, overlap in demand.overlaps.items():
+        found[:, roster.positions.get(key, count)] = overlap
+    return found[:, :count], has_lower
 
 
-def _measured(
-    config: RouterConfig, roster: Roster, overlaps: Mapping[int, Overlap], decay: list[float] | None
-) -> list[float]:
-    """Return the credit of each candidate by the durations that its rank measured.
+def _credit_lower(config: RouterConfig, roster: Roster, cached: NDArray[np.int64], credit: NDArray[np.float64]) -> None:
+    """Add the credit of blocks in lower tiers.
 
-    The credit of n blocks of a tier is n - (fixed_us + n * block_us) / prefill_block_us, at least 0. If the rank has
-    not measured these durations, the weight of the tier applies.
+    If the tiers are credited as measured, n blocks of a lower tier have the credit n - (fixed_us + n * block_us) /
+    prefill_block_us, at least 0. If the rank has not measured these durations, the weight of the tier applies.
     """
-    credit, loads = config.overlap_score_credit, roster.loads
-    saved_blocks = [0.0] * len(loads)
-    for at, (device, host, disk, store) in overlaps.items():
-        rates = loads[at].rates
-        saved = (credit if decay is None else credit / decay[at]) * device
-        if host:
-            saved += credit_blocks(rates, "host", host, config.host_cache_hit_weight)
-        if disk:
-            saved += credit_blocks(rates, "disk", disk, config.disk_cache_hit_weight)
-        if store:
-            saved += credit_blocks(rates, "store", store, config.shared_cache_hit_weight)
-        saved_blocks[at] = saved
-    return saved_blocks
+    names: tuple[LowerTier, ...] = ("host", "disk", "store")
+    weights = config.host_cache_hit_weight, config.disk_cache_hit_weight, config.shared_cache_hit_weight
+    if config.tier_credit == "measured":
+        for at in np.flatnonzero(cached[1:].any(axis=0)).tolist():
+            saved, rates = credit.item(at), roster.loads[at].rates
+            for name, blocks, weight in zip(names, cached[1:, at].tolist(), weights, strict=True):
+                if blocks:
+                    saved += credit_blocks(rates, name, blocks, weight)
+            credit[at] = saved
+        return
+    for row, weight in zip(cached[1:], weights, strict=True):
+        np.add(credit, weight * row, credit)
 
 
 def _costs(
     config: RouterConfig,
-    prefill: list[float],
-    saved_blocks: list[float],
-    saved: Iterable[int],
-    evictions: Mapping[int, float],
-    decode: list[float],
-    requests: list[int],
-) -> list[float]:
-    """Return the cost of each candidate. `saved` has all positions at which `saved_blocks` may differ from 0."""
-    left = prefill.copy()
-    for at in saved:
-        left[at] = max(prefill[at] - saved_blocks[at], 0.0)
-    for at, blocks in evictions.items():
-        left[at] += blocks
+    columns: NDArray[np.float64],
+    evictions: NDArray[np.float64] | None,
+    requests: NDArray[np.int64],
+) -> None:
+    """Set the first of the `columns` of a cost table from the others."""
+    costs, prefill, credit, decode = columns
+    by_prefill = config.track_prefill_tokens or not config.overlap_score_credit
+    np.subtract(prefill if by_prefill or config.selection_policy == "lmetric" else decode, credit, costs)
+    np.maximum(costs, 0.0, out=costs)
+    if evictions is not None:
+        np.add(costs, evictions, costs)
     if config.selection_policy == "lmetric":
-        return [rest * (blocks + 1.0) for rest, blocks in zip(left, decode, strict=True)]
-    scale, weight = config.prefill_load_scale, config.decode_active_request_weight
-    if config.track_prefill_tokens or not config.overlap_score_credit:
-        # The usual case: `map` adds the terms of hundreds of candidates in C. A factor of 1 can be skipped.
-        costs = list(map(add, left if scale == 1.0 else [scale * rest for rest in left], decode))
-    else:
-        costs = [blocks - less if blocks > less else 0.0 for blocks, less in zip(decode, saved_blocks, strict=True)]
-        for at, blocks in evictions.items():
-            costs[at] += blocks
-    if weight:
-        costs = [cost + weight * count for cost, count in zip(costs, requests, strict=True)]
-    return costs
+        np.multiply(costs, decode + 1.0, costs)
+        return
+    if by_prefill:
+        if config.prefill_load_scale != 1.0:
+            np.multiply(costs, config.prefill_load_scale, costs)
+        np.add(costs, decode, costs)
+    if config.decode_active_request_weight:
+        np.add(costs, config.decode_active_request_weight * requests, costs)
 
 
 def _evictions(
-    config: RouterConfig, block_size: int, roster: Roster, demand: Demand, overlaps: Mapping[int, Overlap]
-) -> dict[int, float]:
-    """Return the cost of the blocks that each rank must evict for the prompt, by position, without zeros.
+    config: RouterConfig, block_size: int, roster: Roster, demand: Demand, on_device: NDArray[np.int64]
+) -> NDArray[np.float64] | None:
+    """Return the cost of the blocks that each rank must evict for the prompt, or None if no rank must.
 
     eviction = eviction_weight * overlap_score_credit * recency * (evicted - evicted blocks that a lower tier saves)
     evicted = max(blocks of the prompt that are not on the device - free blocks of the device, 0)
@@ -238,58 +274,65 @@ def _evictions(
     """
     weight = config.eviction_weight * config.overlap_score_credit
     if not weight or not config.use_kv_events:
-        return {}
+        return None
     needed = demand.prompt_tokens / block_size
     if not demand.has_tight_caches and needed <= roster.loose_blocks:
-        return {}
-    loads = roster.loads
-    full = [(at, load) for at, load in enumerate(loads) if load.free_blocks < needed]
-    has_room = len(full) < len(loads) and any(needed <= load.free_blocks < UNKNOWN_BLOCKS for load in loads)
-    evicted: list[tuple[int, RankLoad, float]] = []
-    for at, load in full:
-        blocks = needed - load.free_blocks
-        if at in overlaps:
-            blocks -= overlaps[at].device
-        if blocks > 0.0:
-            evicted.append((at, load, min(blocks, load.cached_blocks)))
-        else:
-            has_room = True
-    if not evicted:
-        return {}
-    ages = [demand.now_us - load.turnover_us[0] for _, load, _ in evicted]
-    oldest, measured, found = max(ages), config.tier_credit == "measured", {}
-    for (at, load, blocks), age in zip(evicted, ages, strict=True):
-        recency = 1.0 if has_room else 1.0 - age / oldest if oldest else 0.0
-        if recency:
-            kept = _kept_blocks(config, load, blocks, measured=measured) if load.next_tier else 0.0
-            found[at] = weight * recency * (blocks - kept)
-    return {at: blocks for at, blocks in found.items() if blocks}
+        return None
+    loads, slots = roster.columns, roster.slots
+    free = loads.free_blocks.take(slots)
+    missing = np.maximum(needed - free - on_device, 0.0)
+    evicted = missing.nonzero()[0]
+    if not len(evicted):
+        return None
+    has_room = bool(((free < UNKNOWN_BLOCKS) & (missing == 0.0)).any())
+    slots = slots[evicted]
+    blocks = np.minimum(missing[evicted], loads.cached_blocks.take(slots))
+    ages = demand.now_us - loads.began_us.take(slots)
+    oldest = ages.max()
+    recency = 1.0 if has_room else 1.0 - ages / oldest if oldest else 0.0
+    costs = np.zeros(len(free))
+    costs[evicted] = weight * recency * (blocks - _kept_blocks(config, roster, evicted, slots, blocks))
+    return costs
 
 
-def _kept_blocks(config: RouterConfig, load: RankLoad, blocks: float, *, measured: bool) -> float:
-    """Return how many blocks of computation a lower tier of the rank saves if evicted blocks are needed again."""
-    tier = load.next_tier
-    assert tier is not None, "only ranks with a lower tier keep blocks"
-    weight = config.host_cache_hit_weight if tier == "host" else config.disk_cache_hit_weight
-    return min(credit_blocks(load.rates if measured else NO_RATES, tier, blocks, weight), blocks)
+def _kept_blocks(
+    config: RouterConfig,
+    roster: Roster,
+    evicted: NDArray[np.intp],
+    slots: NDArray[np.intp],
+    blocks: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """Return how many blocks of computation a lower tier of each rank saves if evicted blocks are needed again."""
+    tiers = roster.columns.lower_tier.take(slots)
+    weights = np.array((0.0, config.host_cache_hit_weight, config.disk_cache_hit_weight))
+    kept = weights[tiers] * blocks
+    if config.tier_credit == "measured":
+        for at in tiers.nonzero()[0].tolist():
+            tier = LOWER_TIERS[tiers[at]]
+            assert tier is not None
+            rates = roster.loads[evicted[at]].rates
+            kept[at] = credit_blocks(rates, tier, blocks.item(at), weights.item(tiers[at]))
+    return np.minimum(kept, blocks)
 
 
-def _decay(config: RouterConfig, block_size: int, roster: Roster, prompt_tokens: int) -> list[float] | None:
+def _decay(
+    config: RouterConfig, block_size: int, waiting: NDArray[np.float64] | None, prompt_tokens: int
+) -> NDArray[np.float64] | None:
     """Return the divisor of each candidate's credit, or None if no decay applies.
 
     The candidate with the fewest prefill tokens has divisor 1. One more prompt of the same length to prefill adds
     `overlap_score_credit_decay`. A partial block of the prompt counts as one block, as in Dynamo.
     """
     decay = config.overlap_score_credit_decay
-    if not decay or not config.track_prefill_tokens:
+    if not decay or waiting is None:
         return None
-    waiting = [load.prefill_tokens for load in roster.loads]
-    least = min(waiting)
     prompt_blocks = max(1, -(-prompt_tokens // block_size))  # a producer may submit an empty prompt
-    return [1.0 + decay * ((tokens - least) / block_size) / prompt_blocks for tokens in waiting]
+    more: NDArray[np.float64] = waiting - waiting.min()
+    return 1.0 + decay * (more / block_size) / prompt_blocks
 
 
-def _taint_factors(roster: Roster, preferred: Sequence[TaintWeight]) -> list[float] | None:
+@lru_cache(maxsize=64)
+def _taint_factors(roster: Roster, preferred: tuple[TaintWeight, ...]) -> NDArray[np.float64] | None:
     if not preferred:
         return None
     factors = []
@@ -300,7 +343,7 @@ def _taint_factors(roster: Roster, preferred: Sequence[TaintWeight]) -> list[flo
             if wish.taint in taints:
                 weight += wish.weight
         factors.append(taint_factor(weight))
-    return factors
+    return np.array(factors)
 
 
 @lru_cache(maxsize=4096)

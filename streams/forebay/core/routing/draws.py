@@ -10,6 +10,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from decimal import Context, Decimal
 from itertools import accumulate
+from typing import Any
+
+from numpy.typing import NDArray
 
 from forebay.events.base import U64_MASK
 
@@ -17,16 +20,13 @@ WEIGHT_ONE = 1 << 53  # weight of the lowest cost: the resolution of a double's 
 _DECIMAL = Context(prec=30)
 
 
-def lowest(values: Sequence[float], seed: int, then: Sequence[int] = ()) -> int:
+def lowest(values: NDArray[Any], seed: int, then: NDArray[Any] | None = None) -> int:
     """Return the position of the lowest value. Break ties by the lowest number in `then`, if given, then by `seed`."""
-    least = min(values)
-    if values.count(least) == 1:
-        return values.index(least)
-    tied = [at for at, value in enumerate(values) if value == least]
-    if then:
-        fewest = min([then[at] for at in tied])
-        tied = [at for at in tied if then[at] == fewest]
-    return tied[seed % len(tied)]
+    tied = (values == values[values.argmin()]).nonzero()[0]
+    if then is not None and len(tied) > 1:
+        numbers = then[tied]
+        tied = tied[numbers == numbers[numbers.argmin()]]
+    return int(tied[seed % len(tied)])
 
 
 def softmax_weights(costs: Sequence[float], temperature: float) -> list[int]:

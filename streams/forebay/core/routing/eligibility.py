@@ -84,11 +84,7 @@ def is_busy(candidate: CandidateRank, thresholds: BusyThresholds) -> bool:
 
 def all_above_threshold(roster: Roster, threshold: float) -> bool:
     """Return whether every rank has more prompt tokens to compute than `threshold` engine steps can compute."""
-    # A plain loop: while requests are queued, this runs over all ranks at every event.
-    for load, tokens in zip(roster.loads, roster.step_tokens, strict=True):
-        if load.prefill_tokens <= threshold * tokens:
-            return False
-    return True
+    return bool((roster.columns.prefill_tokens.take(roster.slots) > threshold * roster.step_tokens).all())
 
 
 def _validate_hints(hints: RoutingHints, pool: PoolConfigured, fleet: Fleet) -> None:

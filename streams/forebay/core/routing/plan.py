@@ -7,6 +7,8 @@ them.
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import numpy as np
+
 from forebay.core.routing.cost import CostTable
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.state.roster import CandidateRank, Roster
@@ -69,15 +71,16 @@ class Plan:
         """Number of candidates with the lowest cost; 1 if the selection was not by lowest cost."""
         if self.config.mode != "kv" or self.config.temperature > 0.0:
             return 1
-        return self.table.costs.count(self.table.costs[self.at])
+        costs = self.table.columns[0]
+        return int(np.count_nonzero(costs == costs[self.at]))
 
     def runner_up(self) -> ScoredCandidate | None:
         """Return the candidate with the lowest cost among all others, or None if there is only one candidate."""
-        others = self.table.costs[: self.at] + self.table.costs[self.at + 1 :]
-        if not others:
+        if len(self.table) == 1:
             return None
-        best = others.index(min(others))
-        return self.table.candidate(best + (best >= self.at))
+        others = self.table.columns[0].copy()
+        others[self.at] = np.inf
+        return self.table.candidate(int(others.argmin()))
 
 
 @dataclass(frozen=True, slots=True)

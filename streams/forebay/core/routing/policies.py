@@ -34,7 +34,7 @@ class Kv:
         temperature = world.config.temperature
         if temperature > 0.0:
             return draw(softmax_weights(world.costs, temperature), request.tie_seed)
-        return lowest(world.costs, request.tie_seed, world.computed_tokens)
+        return lowest(world.cost_array, request.tie_seed, world.computed_array)
 
 
 class RoundRobin:
@@ -58,9 +58,9 @@ class PowerOfTwo:
     """
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
-        candidates = world.candidates
-        first, second = draw_two(request.tie_seed, len(candidates))
-        return second if candidates[second].active_requests < candidates[first].active_requests else first
+        requests = world.request_array
+        first, second = draw_two(request.tie_seed, len(requests))
+        return second if requests[second] < requests[first] else first
 
 
 def draw_two(tie_seed: int, count: int) -> tuple[int, int]:
@@ -76,7 +76,7 @@ class LeastLoaded:
     """Selects the candidate with the fewest requests in flight. The request's seed breaks ties."""
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
-        return lowest([candidate.active_requests for candidate in world.candidates], request.tie_seed)
+        return lowest(world.request_array, request.tie_seed)
 
 
 class Direct:
@@ -86,7 +86,7 @@ class Direct:
     """
 
     def decide(self, world: RoutingWorld, request: RoutingRequest) -> int:
-        return lowest(world.costs, request.tie_seed)
+        return lowest(world.cost_array, request.tie_seed)
 
 
 CustomPolicies = Mapping[str, type[Policy]]  # by router mode, which is the dotted path of the class

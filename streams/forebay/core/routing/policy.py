@@ -9,7 +9,11 @@ class Mine:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from forebay.core.state.prefix_index import NO_OVERLAP, Overlap
 from forebay.events.control import RouterConfig
@@ -72,14 +76,17 @@ class RoutingRequest:
     lora_name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class RoutingWorld:
     """State of the pool at the decision.
 
+    The arrays have one element per candidate. A policy must not change them.
+
     Attributes:
         candidates: ranks that may take the request; at least one.
-        costs: cost per candidate by the configured formula, in KV blocks; see `forebay.core.routing.cost`.
-        computed_tokens: prompt tokens that each candidate was sent to compute so far.
+        cost_array: cost by the configured formula, in KV blocks; see `forebay.core.routing.cost`.
+        request_array: requests in flight.
+        computed_array: prompt tokens that each candidate was sent to compute so far.
         config: the pool's configuration with the request's overrides.
         block_size: tokens per KV block.
         turn: number of requests that the pool has routed before.
@@ -87,12 +94,23 @@ class RoutingWorld:
     """
 
     candidates: Sequence[Candidate]
-    costs: Sequence[float]
-    computed_tokens: Sequence[int]
+    cost_array: NDArray[np.float64]
+    request_array: NDArray[np.int64]
+    computed_array: NDArray[np.int64]
     config: RouterConfig
     block_size: int
     turn: int
     now_us: int
+
+    @cached_property
+    def costs(self) -> Sequence[float]:
+        """Content of `cost_array`."""
+        return tuple(self.cost_array.tolist())
+
+    @cached_property
+    def computed_tokens(self) -> Sequence[int]:
+        """Content of `computed_array`."""
+        return tuple(self.computed_array.tolist())
 
 
 class Policy(Protocol):

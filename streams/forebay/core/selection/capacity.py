@@ -9,6 +9,8 @@ An engine that is short of KV blocks or busy with prompts runs fewer sequences, 
 more requests wait in the engine than the run-ahead, the rank has no room.
 """
 
+import numpy as np
+
 from forebay.core.state.roster import Roster
 from forebay.core.world import World
 from forebay.events.control import PoolConfigured
@@ -23,13 +25,12 @@ def ranks_with_room(pool: PoolConfigured, roster: Roster) -> Roster | None:
     run_ahead = pool.router.queue.run_ahead
     if run_ahead is None:
         return roster
-    limits = roster.limits(run_ahead)
-    found = [
-        at
-        for at, (load, (active_max, waiting_max)) in enumerate(zip(roster.loads, limits, strict=True))
-        if load.active_requests < active_max and load.waiting <= waiting_max
-    ]
-    return roster.only(found) if found else None
+    active_max, waiting_max = roster.limits(run_ahead)
+    columns, slots = roster.columns, roster.slots
+    active = columns.active_requests.take(slots)
+    waiting = np.minimum(columns.reported_waiting.take(slots), active)
+    found = ((active < active_max) & (waiting <= waiting_max)).nonzero()[0]
+    return roster.only(found) if len(found) else None
 
 
 def queue_capacity(pool: PoolConfigured, roster: Roster) -> int | None:
@@ -53,8 +54,8 @@ def is_room_reserved(world: World, pool: PoolConfigured) -> bool:
     if not reserved or run_ahead is None:
         return False
     roster = world.roster(pool.pool)
-    limits = roster.limits(run_ahead)
-    room = sum(
-        max(0, active_max - load.active_requests) for load, (active_max, _) in zip(roster.loads, limits, strict=True)
-    )
-    return reserved >= room
+    if not roster.ranks:
+        return True
+    active_max, _ = roster.limits(run_ahead)
+    room = np.maximum(active_max - roster.columns.active_requests.take(roster.slots), 0)
+    return reserved >= int(room.sum())

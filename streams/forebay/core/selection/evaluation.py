@@ -35,13 +35,16 @@ def evaluate(world: World, candidates: StageCandidates, *, as_owner: bool = True
 
 def demand_of(world: World, candidates: StageCandidates, config: RouterConfig) -> Demand:
     """Return the demand of a request under `config`, which includes the overrides of the request."""
-    request = candidates.request
+    request, pool = candidates.request, candidates.pool
     blocks = request.blocks if config.track_active_blocks else NO_BLOCKS
+    assumes = len(world.routed) or len(world.predicted)
     return Demand(
         prompt_tokens=request.prompt_tokens,
         blocks=len(blocks),
-        active=world.load.active_depths(blocks) if config.assume_kv_reuse else {},
-        overlaps=find_overlaps(world, candidates.pool, request.blocks),
+        active=world.load.active_depths(blocks) if config.assume_kv_reuse else (),
+        holders=world.index.bits,
+        cached=() if assumes or not pool.router.use_kv_events else world.index.overlap_groups(request.blocks),
+        overlaps=find_overlaps(world, pool, request.blocks) if assumes else {},
         preferred_taints=request.hints.preferred_taints,
         now_us=world.now_us,
         has_tight_caches=bool(world.load.tight),
@@ -110,8 +113,9 @@ def policy_input(
     pool, request = candidates.pool, candidates.request
     seen = RoutingWorld(
         _Candidates(table),
-        tuple(table.costs),
-        tuple([load.computed_tokens for load in table.roster.loads]),
+        table.columns[0],
+        table.requests,
+        table.roster.columns.computed_tokens.take(table.roster.slots),
         config,
         pool.block_size,
         world.turns.get(pool.pool, 0),
@@ -136,7 +140,7 @@ def run_policy(policy: type[Policy], seen: RoutingWorld, request: RoutingRequest
         at = policy().decide(seen, request)
     except (Exception, SystemExit) as error:  # a custom policy may fail in any way
         raise Ineligible("policy_failed", f"the policy {mode} failed: {_describe_error(error)}") from error
-    count = len(seen.costs)
+    count = len(seen.cost_array)
     if type(at) is not int:
         raise Ineligible("policy_failed", f"the policy {mode} returned {type(at).__name__}, not a position")
     if not 0 <= at < count:
@@ -161,7 +165,7 @@ class _Candidates(Sequence[Candidate]):
         self._table = table
 
     def __len__(self) -> int:
-        return len(self._table.costs)
+        return len(self._table)
 
     @overload
     def __getitem__(self, at: int) -> Candidate: ...
@@ -186,11 +190,11 @@ class _Candidates(Sequence[Candidate]):
             rank=candidate.rank,
             overlap=table.overlap(at),
             prefill_tokens=load.prefill_tokens,
-            decode_blocks=table.decode_blocks[at],
-            active_requests=load.active_requests,
+            decode_blocks=table.columns[3].item(at),
+            active_requests=table.requests.item(at),
             kv_blocks_total=spec.kv_blocks_total,
             kv_blocks_used=None if load.reported is None else load.reported.kv_blocks_used,
             max_num_batched_tokens=spec.max_num_batched_tokens,
             taints=spec.taints,
-            eviction_cost=table.eviction_costs.get(at, 0.0),
+            eviction_cost=0.0 if table.evictions is None else table.evictions.item(at),
         )

@@ -7,7 +7,11 @@ sweep. After the sweep the bits can be assigned again.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import compress
+
+import numpy as np
+from numpy.typing import NDArray
 
 from forebay.core.state.block_sets import BlockSets
 
@@ -20,13 +24,19 @@ DIGIT_VALUES = bytes.maketrans(b"01", b"\0\1")
 
 
 class HolderBits:
-    """Assigns each holder a bit that represents it in the `BlockSets`. `live` is the mask of all assigned bits."""
+    """Assigns each holder a bit that represents it in the `BlockSets`. `live` is the mask of all assigned bits.
 
-    __slots__ = ("_keys", "_remembered", "_remembered_keys", "_retired", "_sets", "live", "sweeping")
+    Attributes:
+        keys: holder of each bit, lowest first; a retired bit keeps its holder until it is assigned again.
+        taken: number of assignments so far, which changes whenever `keys` does.
+    """
+
+    __slots__ = ("_remembered", "_remembered_keys", "_retired", "_sets", "keys", "live", "sweeping", "taken")
 
     def __init__(self, sets: Sequence[BlockSets]) -> None:
         self._sets = sets
-        self._keys: list[HolderKey] = []  # by bit, lowest first; a retired bit keeps its key until it is reassigned
+        self.keys: list[HolderKey] = []
+        self.taken = 0
         self._retired = 0
         self._remembered: dict[int, dict[HolderKey, None]] = {}
         self._remembered_keys = 0
@@ -38,7 +48,8 @@ class HolderBits:
         taken = self.live | self._retired
         bit = ~taken & (taken + 1)
         at = bit.bit_length() - 1
-        self._keys[at : at + 1] = [key]
+        self.keys[at : at + 1] = [key]
+        self.taken += 1
         self._remembered.clear()
         self._remembered_keys = 0
         self.live |= bit
@@ -66,17 +77,26 @@ class HolderBits:
         self.sweeping = 0
 
     def key_of(self, bit: int) -> HolderKey:
-        return self._keys[bit.bit_length() - 1]
+        return self.keys[bit.bit_length() - 1]
 
     def keys_of(self, mask: int) -> dict[HolderKey, None]:
         """Return the holders of a mask, lowest bit first. The result is cached, so the caller must not change it."""
+        if not mask & (mask - 1):  # a single holder, of which there are many
+            return {self.key_of(mask): None}
         keys = self._remembered.get(mask)
         if keys is None:
             digits = f"{mask:b}"[::-1]
-            keys = dict.fromkeys(compress(self._keys, digits.encode().translate(DIGIT_VALUES)))
+            keys = dict.fromkeys(compress(self.keys, digits.encode().translate(DIGIT_VALUES)))
             self._remembered_keys += len(keys)
             if self._remembered_keys > REMEMBERED_KEYS_MAX:
                 self._remembered.clear()
                 self._remembered_keys = len(keys)
             self._remembered[mask] = keys
         return keys
+
+
+@lru_cache(maxsize=256)  # small fleets have few masks, and large ones share wide masks; at most some megabytes
+def bits_of(mask: int) -> NDArray[np.intp]:
+    """Return the numbers of the bits that are set in a mask, in ascending order."""
+    packed = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), np.uint8)
+    return np.unpackbits(packed, bitorder="little").nonzero()[0]

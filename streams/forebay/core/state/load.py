@@ -23,14 +23,22 @@ from msgspec.structs import astuple
 
 from forebay.core.state.block_sets import as_block_array
 from forebay.core.state.holder_bits import HolderKey
-from forebay.core.state.rank_load import NO_RATES, TIGHT_SHARE, TURNOVER_STEPS, UNKNOWN_BLOCKS, RankLoad, rates_of
+from forebay.core.state.rank_load import (
+    BLOCK_UNITS,
+    NO_RATES,
+    TIGHT_SHARE,
+    TURNOVER_STEPS,
+    UNKNOWN_BLOCKS,
+    LoadColumns,
+    RankLoad,
+    rates_of,
+)
 from forebay.core.state_machine import digest_of, plain
 from forebay.events.base import U64_BYTES, U64_MASK, pack_u64, unpack_u64
 from forebay.events.kv import LowerTier
 from forebay.events.metrics import LoadReported, TierCosts
 from forebay.events.snapshots import Booking, ComputedTokens, MeasuredCosts, Reported
 
-BLOCK_UNITS = 1 << 16  # finer than any difference that matters to a cost
 _ONE = 1 << 64  # one request in a node's counter; the bits below hold the sum of the requests' tickets
 
 
@@ -39,7 +47,7 @@ class _Node:
     """Consecutive blocks that the same requests hold.
 
     `references` counts these requests per rank, and adds the sum of their tickets. A count of one therefore identifies
-    the request.
+    the request. `slots` is a mask of the slots of these ranks in the columns.
     """
 
     blocks: "array[int]"
@@ -47,6 +55,7 @@ class _Node:
     children: "dict[int, _Node]" = field(default_factory=dict)
     references: dict[HolderKey, int] = field(default_factory=dict)
     requests: int = 0
+    slots: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +90,7 @@ class FleetLoad:
 
     def __init__(self) -> None:
         self.tight: set[HolderKey] = set()
+        self._columns = LoadColumns()
         self._ranks: dict[HolderKey, RankLoad] = {}
         self._booked: dict[str, _ActiveBooking] = {}
         self._tickets: dict[int, _ActiveBooking] = {}
@@ -97,6 +107,7 @@ class FleetLoad:
         # Starting at zero, a new rank would win every tie until its total caught up with the others.
         fewest = min((other.computed_tokens for other in self._ranks.values()), default=0)
         load = RankLoad(worker_id, rank, block_size, kv_blocks=kv_blocks)
+        load.enter(self._columns)
         self._compute(load, fewest)
         self._set_turnover(load, (now_us,))
         self._ranks = dict(sorted([*self._ranks.items(), (key, load)], key=lambda item: item[0]))
@@ -110,6 +121,7 @@ class FleetLoad:
         self.tight.discard((worker_id, rank))
         self._sum -= gone.reported_term + gone.turnover_term + _costs_term(gone)
         self._compute(gone, -gone.computed_tokens)
+        self._columns.free_slot(gone.slot)
 
     def rank_load(self, worker_id: str, rank: int) -> RankLoad:
         """Return the load of one worker rank. Raises KeyError if the rank is unknown."""
@@ -157,8 +169,7 @@ class FleetLoad:
         )
         self._booked[request_id] = booked
         self._tickets[booked.ticket] = booked
-        rank.prefill_tokens += prefill_tokens
-        rank.active_requests += 1
+        rank.count(prefill_tokens, 1)
         before = rank.turnovers
         self._compute(rank, prefill_tokens)
         if steps := rank.turnovers - before:
@@ -168,13 +179,13 @@ class FleetLoad:
             self._hold(booked, as_block_array(blocks))
         else:
             booked.own = len(blocks)
-        _weigh(rank, booked.own * BLOCK_UNITS)
+        rank.weigh(booked.own * BLOCK_UNITS)
         self._sum_up(booked)
 
     def prefill_done(self, request_id: str) -> None:
         """Remove the prompt tokens of a request from the load of its rank, because the first token was generated."""
         booked = self._booked[request_id]
-        booked.rank.prefill_tokens -= booked.prefill_tokens
+        booked.rank.count(-booked.prefill_tokens, 0)
         booked.prefill_tokens = 0
         self._sum_up(booked)
 
@@ -195,7 +206,7 @@ class FleetLoad:
         expected = booked.expected_output_tokens
         if expected:
             booked.weight = BLOCK_UNITS * max(0, expected - output_tokens) // expected
-        _weigh(booked.rank, booked.own * booked.weight - before)
+        booked.rank.weigh(booked.own * booked.weight - before)
         self._sum_up(booked)
 
     def free(self, request_id: str) -> None:
@@ -203,9 +214,8 @@ class FleetLoad:
         booked = self._booked.pop(request_id)
         self._sum -= booked.term
         rank = booked.rank
-        rank.prefill_tokens -= booked.prefill_tokens
-        rank.active_requests -= 1
-        _weigh(rank, -booked.own * booked.weight)
+        rank.count(-booked.prefill_tokens, -1)
+        rank.weigh(-booked.own * booked.weight)
         self._release(booked)
         del self._tickets[booked.ticket]
 
@@ -219,9 +229,7 @@ class FleetLoad:
         The copy is not part of the digest and of snapshots, because the index is.
         """
         load = self._ranks[key]
-        load.cached_blocks, load.next_tier = blocks, next_tier
-        free = load.kv_blocks - blocks
-        load.free_blocks = free if free >= 0 else UNKNOWN_BLOCKS
+        load.set_cached(blocks, next_tier)
         if TIGHT_SHARE * load.free_blocks < load.kv_blocks:
             self.tight.add(key)
         else:
@@ -231,23 +239,27 @@ class FleetLoad:
         """Replace the measured costs of a rank by newer ones. The caller must have checked that the rank is known."""
         self._set_costs(self._ranks[worker_id, rank], costs)
 
-    def active_depths(self, query: Sequence[int]) -> dict[HolderKey, int]:
-        """Return how many leading blocks of a prompt the requests in flight on each rank use, without zeros."""
+    def active_depths(self, query: Sequence[int]) -> list[tuple[int, int]]:
+        """Return masks of slots in the columns, and how many leading blocks of a prompt requests in flight there use.
+
+        Later masks are parts of earlier ones, and have higher numbers. Slots in none of them use no block.
+        """
         wanted = as_block_array(query)
-        depths: dict[HolderKey, int] = {}
+        depths: list[tuple[int, int]] = []
         node, at = self._root, 0
         while at < len(wanted):
             child = node.children.get(wanted[at])
             if child is None:
                 break
-            if len(child.references) < len(node.references):
-                depths.update(dict.fromkeys(node.references, at))
             same = _common(child.blocks, wanted, at)
-            node = child
             at += same
+            if child.slots == node.slots:
+                depths[-1] = (child.slots, at)
+            else:
+                depths.append((child.slots, at))
+            node = child
             if same < len(child.blocks):
                 break
-        depths.update(dict.fromkeys(node.references, at))
         return depths
 
     def count_nodes(self) -> int:
@@ -320,19 +332,21 @@ class FleetLoad:
         self._sum += _costs_term(rank)
 
     def _compute(self, rank: RankLoad, tokens: int) -> None:
-        rank.computed_tokens += tokens
+        rank.compute(tokens)
         self._sum += rank.salt * tokens
 
     def _set_turnover(self, rank: RankLoad, times_us: tuple[int, ...]) -> None:
         term = 0 if times_us == (0,) else digest_of(rank.worker_id, rank.rank, "turnover", times_us)
         self._sum += term - rank.turnover_term
-        rank.turnover_us, rank.turnover_term = times_us, term
+        rank.turnover_term = term
+        rank.set_turnover(times_us)
 
     def _take_report(self, reported: Reported) -> None:
         rank = self._ranks[reported.worker_id, reported.rank]
         term = digest_of(*astuple(reported))
         self._sum += term - rank.reported_term
-        rank.reported, rank.reported_term = reported, term
+        rank.reported_term = term
+        rank.set_reported(reported)
 
     def _sum_up(self, booked: _ActiveBooking) -> None:
         term = _booking_term(booked)
@@ -360,12 +374,13 @@ class FleetLoad:
         count_before = node.references.get(booked.key, 0)
         size = len(node.blocks)
         if not count_before:
+            node.slots |= 1 << booked.rank.slot
             booked.own += size
         elif count_before < 2 * _ONE:
             # The only request of the node shares it now, so its blocks count in full.
             owner = self._tickets[count_before - _ONE]
             owner.own -= size
-            _weigh(booked.rank, size * (BLOCK_UNITS - owner.weight))
+            booked.rank.weigh(size * (BLOCK_UNITS - owner.weight))
         node.references[booked.key] = count_before + _ONE + booked.ticket
         node.requests += 1
 
@@ -373,13 +388,14 @@ class FleetLoad:
         count_left = node.references[booked.key] - _ONE - booked.ticket
         node.requests -= 1
         if not count_left:
+            node.slots ^= 1 << booked.rank.slot
             del node.references[booked.key]
             return
         node.references[booked.key] = count_left
         if count_left < 2 * _ONE:
             owner = self._tickets[count_left - _ONE]
             owner.own += len(node.blocks)
-            _weigh(booked.rank, len(node.blocks) * (owner.weight - BLOCK_UNITS))
+            booked.rank.weigh(len(node.blocks) * (owner.weight - BLOCK_UNITS))
 
     def _release(self, booked: _ActiveBooking) -> None:
         """Remove a request from the nodes of its prompt, joining nodes that only it kept separate."""
@@ -402,7 +418,7 @@ def _common(edge: "array[int]", query: "array[int]", at: int) -> int:
 
 
 def _split(node: _Node, size: int) -> _Node:
-    upper = _Node(node.blocks[:size], node.parent, references=dict(node.references), requests=node.requests)
+    upper = _Node(node.blocks[:size], node.parent, {}, dict(node.references), node.requests, node.slots)
     assert node.parent is not None
     node.parent.children[upper.blocks[0]] = upper
     node.blocks = node.blocks[size:]
@@ -421,11 +437,6 @@ def _join(node: _Node) -> None:
     child.blocks = node.blocks + child.blocks
     child.parent = node.parent
     node.parent.children[child.blocks[0]] = child
-
-
-def _weigh(rank: RankLoad, units: int) -> None:
-    rank.units += units
-    rank.decode_blocks = rank.units / BLOCK_UNITS
 
 
 def _costs_term(rank: RankLoad) -> int:

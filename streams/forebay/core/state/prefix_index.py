@@ -98,7 +98,7 @@ class PrefixIndex:
         self._holders: dict[HolderKey, _Holder] = {}
         self._ranks: Counter[str] = Counter()  # number of ranks by worker
         self._tiers: dict[Tier, BlockSets] = {tier: BlockSets() for tier in TIERS}
-        self._bits = HolderBits(list(self._tiers.values()))
+        self.bits = HolderBits(list(self._tiers.values()))
         self.stores = StoreSets()
         self._store_of: dict[str, str] = {}  # shared store by worker
         self._readers: dict[str, int] | None = None  # cached result of `_readers_of_stores`
@@ -165,8 +165,8 @@ class PrefixIndex:
                 self.counts["unknown_parent"] += 1
         if missing := self._fold(holder, event):
             self.counts["unknown_block"] += missing
-        if self._bits.sweeping:
-            self._bits.sweep()
+        if self.bits.sweeping:
+            self.bits.sweep()
         return self._gap(holder, event, expected) if seq != expected or holder.resync else None
 
     def apply_store(self, event: StoreEvent) -> None:
@@ -198,11 +198,23 @@ class PrefixIndex:
 
     def overlaps(self, query: Sequence[int]) -> dict[HolderKey, Overlap]:
         """Return how many leading blocks of a prompt each rank has cached. Ranks without such blocks are omitted."""
+        groups, every = self.overlap_groups(query), 0
+        for mask, _ in groups:
+            every |= mask
+        # The mask of all ranks with blocks is the same for many queries, so its keys are remembered. Most ranks share
+        # the first blocks, and few have more.
+        found = dict.fromkeys(self.bits.keys_of(every), groups[0][1]) if groups else {}
+        for mask, overlap in groups[1:]:
+            found.update(dict.fromkeys(self.bits.keys_of(mask), overlap))
+        return found
+
+    def overlap_groups(self, query: Sequence[int]) -> list[tuple[int, Overlap]]:
+        """Like `overlaps`, but return the mask of the ranks with each overlap, as in `bits`."""
         device, host, disk = self._tiers.values()
         query = as_block_array(query)
-        if not (host or disk or self.stores.names):
-            return self._only_on_device(device.match_depths(query, self._bits.live))
-        return self._in_all_tiers(query)
+        if host or disk or self.stores.names:
+            return list(self._in_all_tiers(query))
+        return [(mask, Overlap(depth)) for depth, mask in device.match_depths(query, self.bits.live) if depth]
 
     def blocks_held(self, worker_id: str, rank: int, tier: Tier) -> int:
         """Return how many blocks a rank has in a tier. Raises KeyError for an unknown rank."""
@@ -320,11 +332,11 @@ class PrefixIndex:
 
     def _take(self, worker_id: str, rank: int) -> int:
         self._readers = None
-        return self._bits.take((worker_id, rank))
+        return self.bits.take((worker_id, rank))
 
     def _retire(self, holder: _Holder) -> None:
         self._readers = None
-        self._bits.retire(holder.bit)
+        self.bits.retire(holder.bit)
         if self._scan is not None:
             self._scan.forget(holder.bit, TIERS)
 
@@ -339,14 +351,14 @@ class PrefixIndex:
 
     def _new_scan(self) -> IndexScan:
         sources = [
-            ScanSource(tier, sets, lambda: self._bits.live, partial(self._part, tier))
+            ScanSource(tier, sets, lambda: self.bits.live, partial(self._part, tier))
             for tier, sets in self._tiers.items()
         ]
         stores = self.stores
         return IndexScan([*sources, ScanSource(STORE, stores.sets, lambda: stores.live, stores.part)])
 
     def _part(self, tier: Tier, bit: int, hashes: bytearray) -> IndexBlocks:
-        worker_id, rank = self._bits.key_of(bit)
+        worker_id, rank = self.bits.key_of(bit)
         return IndexBlocks(
             worker_id=worker_id,
             rank=rank,
@@ -372,33 +384,24 @@ class PrefixIndex:
     def _by_depths(self, query: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """Yield the ends of overlaps with device, host and disk, by rising end on the device, and the ranks' mask."""
         device, host, disk = self._tiers.values()
-        for on_device, at_device in device.match_depths(query, self._bits.live):
+        for on_device, at_device in device.match_depths(query, self.bits.live):
             for on_host, at_host in host.match_depths(query, at_device, on_device):
                 for on_disk, at_disk in disk.match_depths(query, at_host, on_host):
                     yield on_device, on_host, on_disk, at_disk
 
-    def _in_all_tiers(self, query: Sequence[int]) -> dict[HolderKey, Overlap]:
-        """Return the overlaps of all ranks, including the blocks of their shared stores.
-
-        As in `_only_on_device`, all ranks first get the overlap of the first group, because the mask of all readers of
-        a store is the same for many queries. Ranks of the other groups are overwritten.
-        """
-        live, stores = self._bits.live, self.stores
-        masks = self._readers_of_stores()
+    def _in_all_tiers(self, query: Sequence[int]) -> Iterator[tuple[int, Overlap]]:
+        """Yield the overlaps, including the blocks of shared stores, each with the mask of the ranks that have it."""
+        stores, masks = self.stores, self._readers_of_stores()
         readers = [(stores.runs(name, query), masks[name]) for name in stores.names if name in masks]
-        alone = live
-        for _, mask in readers:
-            alone &= ~mask
-        found: dict[HolderKey, Overlap] = {}
-        for number, (on_device, on_host, end, mask) in enumerate(self._by_depths(query)):
-            ranks = mask if number else live
+        for on_device, on_host, end, ranks in self._by_depths(query):
+            alone = ranks
             for runs, of_store in readers:
                 within = ranks & of_store
+                alone ^= within
                 if within and (blocks := runs.after(end)) + end:
-                    self._assign(found, within, Overlap(on_device, on_host - on_device, end - on_host, blocks))
-            if end and (within := ranks & alone):
-                self._assign(found, within, Overlap(on_device, on_host - on_device, end - on_host))
-        return found
+                    yield within, Overlap(on_device, on_host - on_device, end - on_host, blocks)
+            if end and alone:
+                yield alone, Overlap(on_device, on_host - on_device, end - on_host)
 
     def _readers_of_stores(self) -> Mapping[str, int]:
         """Return the mask of the ranks that read each shared store, by name, without stores that no rank reads."""
@@ -408,36 +411,6 @@ class PrefixIndex:
                 if store := self._store_of.get(worker_id):
                     self._readers[store] = self._readers.get(store, 0) | holder.bit
         return self._readers
-
-    def _assign(self, found: dict[HolderKey, Overlap], mask: int, overlap: Overlap) -> None:
-        if mask & (mask - 1):
-            found.update(dict.fromkeys(self._bits.keys_of(mask), overlap))
-        else:
-            found[self._bits.key_of(mask)] = overlap
-
-    def _only_on_device(self, drops: list[tuple[int, int]]) -> dict[HolderKey, Overlap]:
-        """Return the overlaps of holders that have blocks on the device only.
-
-        Usually many holders share the first blocks, and few have more. So first set all holders to the shared depth,
-        then overwrite the few: the mask of all holders is the same for many queries, so its keys are cached.
-        """
-        bits = self._bits
-        found: dict[HolderKey, Overlap] = {}
-        for depth, mask in drops:
-            if not depth:
-                continue
-            overlap = Overlap(depth)
-            if not found:
-                all_holders = 0
-                for at, holders in drops:
-                    if at:
-                        all_holders |= holders
-                found = dict.fromkeys(bits.keys_of(all_holders), overlap)
-            elif mask & (mask - 1):
-                found.update(dict.fromkeys(bits.keys_of(mask), overlap))
-            else:
-                found[bits.key_of(mask)] = overlap
-        return found
 
 
 def _by_key(item: tuple[HolderKey, _Holder]) -> HolderKey:

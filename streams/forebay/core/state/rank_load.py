@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
+import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from forebay.events.fleet import WorkerSpec
@@ -13,11 +16,54 @@ from forebay.events.snapshots import Reported
 TURNOVER_STEPS = 4  # a rank remembers when it was sent each quarter of its cache; finer steps change selections little
 TIGHT_SHARE = 4  # a cache with less than a quarter free is tight; lower would make more decisions look at every cache
 UNKNOWN_BLOCKS = 1 << 62  # more than any cache has
+BLOCK_UNITS = 1 << 16  # per block; finer than any difference that matters to a cost
 
 # Blocks that could be computed in the fixed duration of a load, and in the duration per loaded block.
 TierRates = Mapping[LowerTier, tuple[float, float]]
 
 NO_RATES: TierRates = {}
+LOWER_TIERS: tuple[LowerTier | None, ...] = (None, "host", "disk")
+
+
+class LoadColumns:
+    """What costs read of the loads of all ranks, as one array per number, so that numpy computes all costs at once.
+
+    Each rank has a slot, its position in the arrays, until it leaves. The names are those of `RankLoad`, except that
+    `reported_waiting` is 0 without a report, `lower_tier` is a position in `LOWER_TIERS`, and `began_us` is the oldest
+    time of `turnover_us`. Token and block counts are far below 2**53, so that they are exact as floats.
+    """
+
+    __slots__ = (
+        "_free",
+        "active_requests",
+        "began_us",
+        "cached_blocks",
+        "computed_tokens",
+        "decode_blocks",
+        "free_blocks",
+        "lower_tier",
+        "prefill_tokens",
+        "reported_waiting",
+    )
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self.prefill_tokens: NDArray[np.float64] = np.zeros(0)
+        self.decode_blocks: NDArray[np.float64] = np.zeros(0)
+        self.active_requests, self.computed_tokens, self.reported_waiting = np.zeros((3, 0), np.int64)
+        self.cached_blocks, self.free_blocks, self.lower_tier, self.began_us = np.zeros((4, 0), np.int64)
+
+    def take_slot(self) -> int:
+        """Return the lowest free slot."""
+        if not self._free:
+            size = len(self.began_us)
+            self._free = list(range(size, 2 * size + 8))
+            for name in self.__slots__[1:]:
+                setattr(self, name, np.resize(getattr(self, name), 2 * size + 8))
+        return heappop(self._free)
+
+    def free_slot(self, slot: int) -> None:
+        heappush(self._free, slot)
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +88,7 @@ class RankLoad:
         rates: `costs` relative to the cost of computing a block.
         units: `decode_blocks` as an exact integer, in units of 1/65536 block.
         salt: factor by which equal sums of different ranks differ in the digest.
+        slot: position of the rank in `columns`, which have a copy of what costs read.
     """
 
     worker_id: str
@@ -63,6 +110,8 @@ class RankLoad:
     rates: TierRates = field(default_factory=lambda: NO_RATES)
     units: int = 0
     salt: int = field(init=False)
+    columns: LoadColumns = field(init=False)
+    slot: int = field(init=False)
 
     @property
     def turnovers(self) -> int:
@@ -77,6 +126,49 @@ class RankLoad:
     def __post_init__(self) -> None:
         self.free_blocks = self.kv_blocks
         self.salt = xxh3_64_intdigest(f"{self.worker_id}\0{self.rank}".encode()) | 1
+
+    def enter(self, columns: LoadColumns) -> None:
+        """Take a slot in `columns`, and copy the load there."""
+        self.columns, self.slot = columns, columns.take_slot()
+        self.count(0, 0)
+        self.weigh(0)
+        self.compute(0)
+        self.set_turnover(self.turnover_us)
+        self.set_reported(self.reported)
+        self.set_cached(self.cached_blocks, self.next_tier)
+
+    def count(self, prefill_tokens: int, requests: int) -> None:
+        """Add prompt tokens to compute and active requests, or remove them if negative."""
+        self.prefill_tokens += prefill_tokens
+        self.active_requests += requests
+        columns, slot = self.columns, self.slot
+        columns.prefill_tokens[slot], columns.active_requests[slot] = self.prefill_tokens, self.active_requests
+
+    def weigh(self, units: int) -> None:
+        """Add to `units`."""
+        self.units += units
+        self.decode_blocks = self.units / BLOCK_UNITS
+        self.columns.decode_blocks[self.slot] = self.decode_blocks
+
+    def compute(self, tokens: int) -> None:
+        self.computed_tokens += tokens
+        self.columns.computed_tokens[self.slot] = self.computed_tokens
+
+    def set_turnover(self, times_us: tuple[int, ...]) -> None:
+        self.turnover_us = times_us
+        self.columns.began_us[self.slot] = times_us[0]
+
+    def set_reported(self, reported: Reported | None) -> None:
+        self.reported = reported
+        self.columns.reported_waiting[self.slot] = 0 if reported is None else reported.waiting
+
+    def set_cached(self, blocks: int, next_tier: LowerTier | None) -> None:
+        free = self.kv_blocks - blocks
+        self.cached_blocks, self.next_tier = blocks, next_tier
+        self.free_blocks = free if free >= 0 else UNKNOWN_BLOCKS
+        columns, slot = self.columns, self.slot
+        columns.cached_blocks[slot], columns.free_blocks[slot] = blocks, self.free_blocks
+        columns.lower_tier[slot] = LOWER_TIERS.index(next_tier)
 
 
 def kv_blocks_of(spec: WorkerSpec) -> int:

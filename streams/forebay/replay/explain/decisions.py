@@ -194,7 +194,7 @@ def _exclusions(
     elif session is not None and elsewhere:
         yield "other_session", f"the session is bound to {session.worker_id}, rank {session.rank}"
     elif run_ahead is not None:
-        ((most, waiting),) = Roster([candidate]).limits(run_ahead)
+        most, waiting = Roster([candidate]).limits(run_ahead)[:, 0].tolist()
         if load.active_requests >= most:
             yield "full", f"it is full: {load.active_requests} active requests, maximum {most}"
         elif load.waiting > waiting:

@@ -122,9 +122,12 @@ class _Repeated:
         current = int(getattr(rank.load, field))
 
         def select_with(value: int) -> Plan | None:
-            load: dict[str, Any] = {field: value}
-            changed = replace(rank, load=replace(rank.load, **load))
-            return self._select(roster=Roster([changed if one is rank else one for one in self._plan.roster.ranks]))
+            numbers = getattr(rank.load.columns, field)
+            numbers[rank.load.slot] = value
+            try:
+                return self._select()
+            finally:
+                numbers[rank.load.slot] = getattr(rank.load, field)
 
         more = range(current + 1, current + TOKENS_MAX)
         for value, plan in self._nearest(more if at == self._plan.at else range(current - 1, -1, -1), select_with):

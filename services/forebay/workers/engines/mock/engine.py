@@ -6,7 +6,6 @@ prefill and decode have KV of real bytes where NIXL transfers them, and KV tiers
 
 import asyncio
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
@@ -20,8 +19,7 @@ from forebay.events.control import Command
 from forebay.events.fleet import WorkerSpec
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
-from forebay.runtime.errors import install_command
-from forebay.workers.engine import CacheChange, EngineError, EngineRefused, PackageMissing, Publish
+from forebay.workers.engine import CacheChange, EngineError, EngineRefused, Publish
 from forebay.workers.engines.encode import MediaUnusable, StandInEncoder
 from forebay.workers.engines.loras import LoraAdapter, Loras
 from forebay.workers.engines.mock.kv import KvSettings, MockKv, ModelledKv
@@ -95,8 +93,6 @@ class MockEngine:
         if has_transfers:
             await self._open(spec)
         if self.tiers is not None:
-            if find_spec("numpy") is None:
-                raise PackageMissing(f"KV tiers need numpy: {install_command('kv-tiers')}")
             for rank in self.ranks.values():
                 await rank.open_tiers(self.tiers, spec, layout.block_bytes)
             managers = {number: tiers.manager for number, tiers in self._opened_tiers().items()}

@@ -22,6 +22,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+import numpy as np
 
 from forebay import runtime
 from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
@@ -153,10 +154,8 @@ class MockTiers:
         `done` is called with the number of leading blocks that were loaded, unless the request has begun another load
         by then. It returns whether the request still waits for them.
         """
-        import numpy  # noqa: PLC0415 - an extra
-
         names = prompt.wanted[load.first_block : load.first_block + load.blocks]
-        into: Array = numpy.empty((load.blocks, self._block_bytes), dtype=numpy.uint8)
+        into: Array = np.empty((load.blocks, self._block_bytes), dtype=np.uint8)
         prompt.load = load
 
         def ended(result: LoadResult) -> None:
@@ -196,10 +195,8 @@ class MockTiers:
             self.manager.offer(names, partial(self._bytes, names))
 
     def _bytes(self, names: Sequence[BlockName], at: int) -> memoryview:
-        import numpy  # noqa: PLC0415 - an extra
-
-        words = numpy.full(self._block_bytes // U64_BYTES, names[at].sequence_hash, dtype="<u8")
-        return words.view(numpy.uint8).data
+        words = np.full(self._block_bytes // U64_BYTES, names[at].sequence_hash, dtype="<u8")
+        return words.view(np.uint8).data
 
 
 def _names(hashes: Sequence[int]) -> list[BlockName]:
