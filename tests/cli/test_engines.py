@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from forebay.processes import engines
 from forebay.processes.embedded_group import FAILURES_MAX, HEALTHY_S, PAUSE_S, PAUSE_S_MAX, EngineRestarts
 from forebay.processes.engines import EngineChoice, built, with_own_disk
 from forebay.runtime.errors import ConfigError, install_command
-from forebay.workers.engine import EngineError
+from forebay.workers.engine import EngineError, KvEngine
 from forebay.workers.engines.adapters import ADAPTERS, ENGINES, Adapter
 from forebay.workers.engines.encode import EncodeEngine
 from forebay.workers.engines.engine_process import EngineProcess
@@ -49,6 +50,13 @@ ROOT = Path(__file__).parents[2]
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace a real engine by the fake one."""
     monkeypatch.setitem(ADAPTERS, "vllm", FAKE)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the packages of real engines seem to be installed."""
+    for name, adapter in ADAPTERS.items():
+        monkeypatch.setitem(ADAPTERS, name, replace(adapter, packages=()))
 
 
 def choose(engine: str = "mock", **options: Any) -> EngineChoice:
@@ -177,6 +185,16 @@ def test_an_unusable_encoder_is_rejected(encoders: str, name: str, role: str, me
 def test_an_engine_without_an_encoder_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"the vllm engine has no encoder; use --engine FILE\.py:Class"):
         built(choose("vllm", role="encode"), "e", pool="")
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_encoder_that_runs_vllm_has_a_process_of_its_own() -> None:
+    engine, spec = built(choose("vllm", role="encode", engine_args='{"dtype": "float32"}'), "e", pool="")
+    assert isinstance(engine, EngineProcess) and type(engine).__name__ == "VllmEncodeEngine"
+    assert not isinstance(engine, KvEngine)  # it has no KV that could be released
+    assert (engine.settings.arguments, spec.role, spec.pool) == ({"dtype": "float32"}, "encode", "encode")
+    with pytest.raises(ConfigError, match="the sglang engine has no encoder"):
+        built(choose("sglang", role="encode"), "e", pool="")
 
 
 def test_a_mock_engine_uses_the_timing_and_sizes_of_its_profile_by_default(

@@ -20,8 +20,8 @@ from forebay.workers.engines.sglang import requests as sglang_requests
 from forebay.workers.engines.tensorrt_llm import engine as trtllm_engine
 from forebay.workers.engines.tensorrt_llm import requests as trtllm_requests
 from forebay.workers.engines.vllm import core as vllm_core
+from forebay.workers.engines.vllm import encoder, transfer
 from forebay.workers.engines.vllm import requests as vllm_requests
-from forebay.workers.engines.vllm import transfer
 from forebay.workers.engines.vllm.offloading import offloading_connector
 from forebay.workers.engines.vllm.tiers.configuration import TierConfig, connector
 from forebay.workers.kv_events import tensorrt_llm_wire, zmq_wire
@@ -66,7 +66,9 @@ VLLM_ARGUMENTS = [
     for role in ("prefill", "decode", "aggregated")
     for tiers in (None, OWN_TIERS, OFFLOADING)
 ]
+ENCODER_ARGUMENTS = encoder.encoder_arguments(settings("encode"), Path("s"))
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+EC = "vllm.distributed.ec_transfer.ec_connector"
 TIERING = "vllm.v1.kv_offload.tiering"
 KV_TRANSFER = "vllm.config.kv_transfer:KVTransferConfig"
 PROTOCOL = "vllm.entrypoints.openai.engine.protocol"
@@ -77,8 +79,10 @@ VLLM = Adapter(
     receivers=by_expression({
         ASYNC_LLM: "self.llm | llm | self._llm",
         "vllm.platforms.interface:Platform": "current_platform | vllm.platforms:current_platform",  # found at first use
+        "vllm.multimodal.registry:MultiModalRegistry": "MULTIMODAL_REGISTRY | vllm.multimodal:MULTIMODAL_REGISTRY",
         "vllm.v1.engine.utils:KVEventSource": "source",
-        "vllm.outputs:RequestOutput": "_prefill:last | _generate:output",
+        "vllm.outputs:RequestOutput": "_prefill:last | _generate:output | _encode:last",
+        "vllm.multimodal.inputs:PlaceholderRange": "__init__:one.mm_position | _encode:place",
         "vllm.outputs:CompletionOutput": "_generate:one | _prefill:last.outputs[0]",
         "vllm.outputs:PoolingRequestOutput": "_embed:output",
         "vllm.outputs:PoolingOutput": "_embed:output.outputs",
@@ -94,7 +98,6 @@ VLLM = Adapter(
         f"{V1}.nixl.connector:NixlPullConnector": "_connector_worker:connector",
         f"{V1}.multi_connector:MultiConnector": "_connectors:connector",
         "vllm.v1.request:Request": "add:request | one.request",
-        "vllm.multimodal.inputs:PlaceholderRange": "__init__:one.mm_position",
         "vllm.v1.core.block_pool:BlockPool": "self.pool",
         "vllm.v1.core.sched.output:KVConnectorBlockState": "state",
         "vllm.v1.kv_cache_interface:KVCacheConfig": "self._kv_cache_config",
@@ -112,6 +115,9 @@ VLLM = Adapter(
         *(("vllm.engine.arg_utils:AsyncEngineArgs", one) for one in VLLM_ARGUMENTS),
         *((KV_TRANSFER, one.get("kv_transfer_config", ())) for one in VLLM_ARGUMENTS),
         ("vllm.config.kv_events:KVEventsConfig", VLLM_ARGUMENTS[0]["kv_events_config"]),
+        ("vllm.engine.arg_utils:AsyncEngineArgs", ENCODER_ARGUMENTS),
+        ("vllm.config.ec_transfer:ECTransferConfig", ENCODER_ARGUMENTS[encoder.EC_TRANSFER]),
+        ("vllm.inputs.llm:TextPrompt", ["prompt", "multi_modal_data", "multi_modal_uuids"]),
         ("vllm.sampling_params:SamplingParams", vllm_requests.sampling_arguments(SAMPLING)),
         ("vllm.sampling_params:SamplingParams", ["structured_outputs", "extra_args"]),
         *(("vllm.sampling_params:StructuredOutputsParams", vllm_requests.structured_arguments(one)) for one in FORMATS),
@@ -135,6 +141,10 @@ VLLM = Adapter(
             "NixlConnector", "MultiConnector", OFFLOADING["kv_connector"],
         ],
         f"{V1}.multi_connector": ["connectors"],
+        f"{EC}.factory": [encoder.CONNECTOR],
+        f"{EC}.example_connector": [encoder.DIRECTORY, encoder.FILE, encoder.TENSOR],
+        f"{EC}.utils": ["metadata"],
+        "vllm.config.ec_transfer": ["ec_producer"],
         "vllm.v1.kv_cache_interface": zmq_wire.MAIN_ATTENTION,
         "vllm.distributed.kv_events": ["GPU", "CPU", "STORAGE"],
         "vllm.v1.kv_offload.factory": ["spec_name", OFFLOADING_KEYS["spec_name"]],

@@ -18,6 +18,7 @@ import pytest_asyncio
 
 from forebay.core.block_hashes import hash_seed, mm_hashes, sequence_hashes
 from forebay.events.base import pack_u32, unpack_u64
+from forebay.events.media import Encoded
 from forebay.events.work import WorkItem
 from forebay.ingress.media.tokens import FetchedMedia, MediaRef, MediaTokens, media_tokens_of
 from forebay.workers.engines.vllm.engine import VllmEngine
@@ -31,6 +32,7 @@ pytestmark = [
 ]
 
 SAID = 6
+OTHER_WEIGHTS = b'[{"weights":"%s"}]' % (b"0" * 64)
 BEFORE, AFTER = range(10, 50), range(50, 90)  # a block before the image, part of it and more in the second
 # vLLM's module of LLaVA imports this one for a function that Pixtral alone calls, and it wants torchvision, which has
 # no build for CPUs on PyPI.
@@ -225,9 +227,12 @@ async def test_cancelled_image_does_not_affect_later_requests(vllm: Driven, llav
 async def test_invalid_media_are_refused(vllm: Driven, llava: Llava) -> None:
     item = llava.item(vllm, [RED])
     wide = await ask(vllm, item, llava.embeddings([RED])[:, :32])
-    assert wide.error is not None
-    assert (wide.error.status, wide.error.code) == (500, "media_not_encoded")
-    assert "have width 32, the model's have 64" in wide.error.message
+    assert wide.not_fetched == "the encode worker's embeddings have width 32, the model's have 64"
+    of_other = Encoded(descriptor=b"", shape=(16, 64), dtype="float32", checksum="0" * 16, metadata=OTHER_WEIGHTS)
+    refused = await ask(
+        vllm, msgspec.structs.replace(llava.item(vllm, [RED]), encoded=of_other), llava.embeddings([RED])
+    )
+    assert refused.not_fetched is not None and "the encode worker has other weights" in refused.not_fetched
     (one,) = item.media
     for kind in ("image", "video"):
         unusable = msgspec.structs.replace(one, kind=kind, content=b"nothing")

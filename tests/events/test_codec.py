@@ -146,7 +146,7 @@ def test_a_missing_required_field_is_rejected(name: str) -> None:
         decode(topic, wire(topic, fields))
 
 
-NOT_PACKED = ("content", "data", "descriptor")  # opaque bytes of a client, a file or a transfer layer
+NOT_PACKED = ("content", "data", "descriptor", "metadata")  # opaque bytes of a client, a file or another layer
 
 
 def packed_fields(fields: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:

@@ -138,7 +138,7 @@ def test_request_ids_are_masked_and_errors_are_dropped(kind: type[msgspec.Struct
 
 def test_rules_of_parts_are_found_through_the_event() -> None:
     assert privacy_rules(PrefillFinished)["prefilled"] == "nested"
-    assert privacy_rules(Encoded) == {"descriptor": "drop", "checksum": "checksum"}
+    assert privacy_rules(Encoded) == {"descriptor": "drop", "checksum": "checksum", "metadata": "drop"}
 
 
 @pytest.mark.parametrize("kind", [str, bytes, str | None, tuple[str, ...], dict[str, int], list[str]])

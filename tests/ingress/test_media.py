@@ -288,7 +288,10 @@ async def test_unsupported_media_are_rejected_with_their_path(
         ({"type": "image_url", "image_url": {"url": "x", "detail": "high"}}, "image_url.detail is not supported"),
         ({"type": "image_url", "image_url": {"url": "x", "odd": 1}}, "image_url.odd"),
         ({"type": "text", "text": "a", "image_url": {"url": "x"}}, "image_url is not allowed with the type text"),
-        ({"type": "input_audio", "input_audio": {}}, "parts of type input_audio are not supported"),
+        (
+            {"type": "input_audio", "input_audio": {}},
+            "parts of type input_audio are not supported; supported types are text, image_url, video_url",
+        ),
     ],
 )
 @MODULE_LOOP
@@ -362,6 +365,12 @@ async def test_models_that_cannot_expand_an_image_reject_it(
     async with make_scene(Model(media_model.make(tmp_path / "m", template, **config))) as scene:
         await rejects(scene, status, says, text("see this"), image(png()))
         assert (await prepare(scene, text("but text is served"))).prompt_tokens
+
+
+@pytest.mark.parametrize(("config", "status"), [({}, 501), ({"video_token_index": None}, 400)])
+async def test_videos_are_rejected_with_a_hint_to_images(tmp_path: Path, config: dict[str, Any], status: int) -> None:
+    async with make_scene(Model(media_model.make(tmp_path / "m", image_seq_length=6, **config))) as scene:
+        await rejects(scene, status, r"video_url.url: .*videos?.*; send some of its frames as image_url", video(MP4))
 
 
 def test_unknown_placeholder_tokens_are_ignored() -> None:

@@ -1,9 +1,8 @@
 """Images at workers: encoding, fetching of embeddings, and their failures."""
 
-import asyncio
 import re
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -22,7 +21,8 @@ from forebay.events.progress import EncodeFailed, EncodeFinished, RequestFailed,
 from forebay.events.tokens import ResponseEnded
 from forebay.ingress.model import DEFAULT_MODEL
 from forebay.processes.engines import EngineChoice, built
-from forebay.workers.engine import EngineBatch, EngineError, EngineRefused, MediaEncoded
+from forebay.workers.engine import EngineBatch, EngineError, EngineRefused
+from forebay.workers.engines.embedding_cache import EncodedMedia
 from forebay.workers.engines.encode import WIDTH, EncodeEngine, MediaUnusable, StandInEncoder, load_encoder
 from forebay.workers.engines.mock.engine import MockEngine
 from forebay.workers.engines.settings import EngineSettings
@@ -31,24 +31,18 @@ from forebay.workers.runtime import media_feed
 from forebay.workers.runtime.resume import continued
 from forebay.workers.runtime.worker import Worker
 from tests.workers.conftest import Scene, engine_config, until, work_item
+from tests.workers.encode_engines import encode_item, encoded_by, memory, running
 from tests.workers.engine_setup import SPEC
 from tests.workers.pictures import Memory, hashes_with, png
 from tests.workers.work_items import finish, tokens_of
+
+__all__ = ["memory"]  # a fixture
 
 
 def media(content: bytes, first_token: int = 1, tokens: int = 4, **changes: Any) -> Media:
     digest = sha256(content).hexdigest()
     fields = {"kind": "image", "mime": "image/png", "digest": digest, **changes}
     return Media(first_token=first_token, tokens=tokens, content=content, **fields)
-
-
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
-    memory = Memory()
-    monkeypatch.setattr("forebay.workers.engines.encode.EmbeddingTransfer", memory.offers)
-    monkeypatch.setattr("forebay.workers.engines.encode.load_nixl", lambda: None)
-    monkeypatch.setattr(media_feed.MediaFeed.__init__, "__defaults__", (memory.reader,))
-    return memory
 
 
 class Encoder(StandInEncoder):
@@ -73,11 +67,6 @@ class Encoder(StandInEncoder):
 
 def encode_worker(scene: Scene, encoder: StandInEncoder) -> Worker:
     return scene.worker(engine=EncodeEngine(encoder), role="encode")
-
-
-def encode_item(name: str, *some: Media, epoch: int, **changes: Any) -> Any:
-    item = work_item(name, [], 1, media=some, stage="encode", worker_epoch=epoch, **changes)
-    return msgspec.structs.replace(item, token_ids=b"", sequence_hashes=b"")
 
 
 def answer_item(name: str, *some: Media, epoch: int, max_tokens: int = 6, **changes: Any) -> Any:
@@ -161,19 +150,6 @@ async def engine(encoder: Any, **sizes: Any) -> AsyncIterator[tuple[EncodeEngine
         yield batches
 
 
-@asynccontextmanager
-async def running(one: Any) -> AsyncIterator[tuple[EncodeEngine, list[EngineBatch]]]:
-    batches: list[EngineBatch] = []
-    await one.start(SPEC)
-    task = asyncio.create_task(one.run(batches.append))
-    try:
-        yield one, batches
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await one.stop()
-
-
 async def test_cancelled_and_reset_work_is_not_published(memory: Memory) -> None:
     encoder = Encoder()
     async with engine(encoder) as (one, batches):
@@ -219,19 +195,6 @@ class CountingEncoder(Encoder):
         return super().encode_all(media)
 
 
-async def encoded_by(
-    one: EncodeEngine, batches: list[EngineBatch], name: str, *some: Media, **changes: Any
-) -> MediaEncoded:
-    """Encode the images of a request and return the result."""
-
-    def results() -> list[MediaEncoded]:
-        return [done for batch in batches for done in batch.encoded if done.request_id == name]
-
-    one.submit(encode_item(name, *some, epoch=1, **changes))
-    await until(lambda: bool(results()))
-    return results()[0]
-
-
 def metrics_of(one: EncodeEngine) -> dict[str, float]:
     samples = [sample for metric in one.collectors()[0].collect() for sample in metric.samples]
     assert {sample.labels["worker_id"] for sample in samples} == {"w1"}
@@ -251,6 +214,22 @@ async def test_cached_embeddings_equal_the_encoded_ones(memory: Memory) -> None:
         assert np.array_equal(rows, StandInEncoder().encode_all([GREEN, RED, GREEN, BLUE]))
         assert np.array_equal(memory.arrays[again.encoded.descriptor], rows[:4])
         assert metrics_of(one) == {"hits_total": 2, "misses_total": 4, "bytes": 3 * BYTES_EACH}
+
+
+async def test_metadata_of_images_stay_with_their_embeddings(memory: Memory) -> None:
+    class Describing(StandInEncoder):
+        def encode_all(self, media: Sequence[Media]) -> Any:
+            return [EncodedMedia(self.encode(one), b'{"of":"%s"}' % one.digest[:4].encode()) for one in media]
+
+    async with engine(Describing()) as (one, batches):
+        done = [await encoded_by(one, batches, name, *some) for name, some in (("a", [RED]), ("b", [GREEN, RED]))]
+        rows = memory.arrays[done[1].encoded.descriptor]
+        size = metrics_of(one)["bytes"]
+    assert (done[1].cached, size) == (1, 2 * (BYTES_EACH + len('{"of":"1234"}')))
+    assert np.array_equal(rows, StandInEncoder().encode_all([GREEN, RED]))
+    assert [msgspec.json.decode(each.encoded.metadata) for each in done] == [
+        [{"of": one.digest[:4]} for one in some] for some in ([RED], [GREEN, RED])
+    ]
 
 
 async def test_least_recently_used_embeddings_are_evicted(memory: Memory) -> None:
@@ -499,15 +478,17 @@ async def test_failure_to_load_names_the_encoder(memory: Memory) -> None:
         await EncodeEngine(Unloadable()).start(SPEC)
 
 
-async def test_result_that_is_no_array_is_named(scene: Scene, memory: Memory) -> None:
+@pytest.mark.parametrize("listed", [lambda array: array.tolist(), lambda array: [array]])
+async def test_result_that_is_no_array_is_named(scene: Scene, memory: Memory, listed: Callable[[Any], Any]) -> None:
     class Lists(Encoder):
         def encode_all(self, media: Sequence[Media]) -> Any:
-            return super().encode_all(media).tolist()
+            return listed(super().encode_all(media))
 
     async with scene.serving(encode_worker(scene, Lists())) as epoch:
         await scene.send(encode_item("r", media(png()), epoch=epoch))
         await until(lambda: scene.progress(EncodeFailed))
-    assert scene.progress(EncodeFailed)[0].error == "the encoder returned a list, expected a numpy array"
+    expected = "the encoder returned a list, expected a numpy array or 1 EncodedMedia"
+    assert scene.progress(EncodeFailed)[0].error == expected
 
 
 def test_standin_refuses_invalid_images(monkeypatch: pytest.MonkeyPatch) -> None:

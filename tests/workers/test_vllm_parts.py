@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from forebay.engine_model.model import Removed, Stored
 from forebay.events.control import Role
-from forebay.events.media import Media
+from forebay.events.media import Encoded, Media
 from forebay.events.requests import Sampling, StructuredOutput, TokenBias
 from forebay.events.tokens import TokenLogprob, TopLogprob
 from forebay.workers.engine import AttemptFailed, CacheChange, Cleared, EngineError, EngineRefused
@@ -35,13 +35,14 @@ from forebay.workers.engines.sglang.requests import structured_argument
 from forebay.workers.engines.tensorrt_llm.requests import guided_arguments
 from forebay.workers.engines.vllm.core import HOST, PORT, engine_arguments, side_channel
 from forebay.workers.engines.vllm.engine import VllmEngine, VllmStepStats
-from forebay.workers.engines.vllm.media import collapsed, embedded_prompt, engine_prompt, raw_prompt
+from forebay.workers.engines.vllm.media import ItemMetadata, collapsed, embedded_prompt, engine_prompt, raw_prompt
 from forebay.workers.engines.vllm.requests import (
     engine_priority,
     sampling_arguments,
     structured_arguments,
     token_logprobs,
 )
+from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.runtime.rank_buffer import RankBuffer
 from tests.harness import local
 from tests.workers.conftest import work_item
@@ -302,11 +303,21 @@ def test_embeddings_are_cut_by_item_and_kind() -> None:
     some = (media(1, 2), media(4, 3, "video"), media(8, 1))
     item = work_item("r", [5, 99, 99, 6, 98, 98, 98, 7, 99], 3, media=some)
     rows = np.arange(12.0).reshape(6, 2)
-    prompt = embedded_prompt(item, rows)
+    prompt = embedded_prompt(item, rows, [ItemMetadata()] * 3)
     assert prompt["prompt_token_ids"] == [5, 99, 6, 98, 7, 99]
     assert [one.tolist() for one in prompt["multi_modal_data"]["image"]] == [[[0, 1], [2, 3]], [[10, 11]]]
     assert [one.tolist() for one in prompt["multi_modal_data"]["video"]] == [[[4, 5], [6, 7], [8, 9]]]
     assert prompt["multi_modal_uuids"] == {"image": [f"{1:064x}", f"{8:064x}"], "video": [f"{4:064x}"]}
+
+
+def test_embeddings_with_further_inputs_of_the_model_are_one_array() -> None:
+    some = (media(1, 2), media(4, 1))
+    item = work_item("r", [5, 99, 99, 6, 99], 3, media=some)
+    rows = np.arange(6.0).reshape(3, 2)
+    prompt = embedded_prompt(item, rows, [ItemMetadata("w", {"grid": [1, 2]}), ItemMetadata("w", {"grid": [3, 4]})])
+    data = prompt["multi_modal_data"]["image"]
+    assert data["image_embeds"].tolist() == rows.tolist()
+    assert (data["grid"], prompt["prompt_token_ids"]) == ([[1, 2], [3, 4]], [5, 99, 6, 99])
 
 
 def test_images_are_decoded_and_videos_are_not() -> None:
@@ -316,7 +327,7 @@ def test_images_are_decoded_and_videos_are_not() -> None:
     assert (image.mode, image.size, prompt["prompt_token_ids"]) == ("RGB", (16, 16), [1, 99])
     with pytest.raises(MediaUnusable, match="cannot decode an image"):
         raw_prompt(work_item("r", [1, 99], 2, media=(media(1, 1, content=b"no"),)))
-    with pytest.raises(MediaUnusable, match="cannot decode the frames of a video; start an encode worker"):
+    with pytest.raises(MediaUnusable, match="cannot decode the frames of a video; use images, or an encoder of your"):
         raw_prompt(work_item("r", [1, 99], 2, media=(media(1, 1, "video"),)))
 
 
@@ -348,8 +359,13 @@ def test_photos_are_upright_and_transparent_pixels_are_white() -> None:
 class Rendering:
     """Stand-in for the prompt rendering of `AsyncLLM`, with `spans` tokens per placeholder."""
 
-    def __init__(self, *, multimodal: bool = True, spans: int = 2) -> None:
-        config = SimpleNamespace(supports_multimodal_inputs=multimodal, get_inputs_embeds_size=lambda: 4)
+    def __init__(self, *, multimodal: bool = True, spans: int = 2, layers: int = 0) -> None:
+        vision = SimpleNamespace(deepstack_visual_indexes=[5] * layers)
+        config = SimpleNamespace(
+            supports_multimodal_inputs=multimodal,
+            get_inputs_embeds_size=lambda: 4,
+            hf_config=SimpleNamespace(vision_config=vision),
+        )
         self.vllm_config = SimpleNamespace(model_config=config)
         self.renderer = self
         self.requested: list[dict[str, Any]] = []
@@ -365,17 +381,21 @@ class Rendering:
         return [{"type": "multimodal", "prompt_token_ids": tokens, "cache_salt": prompt.get("cache_salt")}]
 
 
+def own_weights() -> str:
+    return "a" * 64
+
+
 async def test_expanded_prompt_must_equal_that_of_the_ingress() -> None:
 
     item = work_item("r", [1, 99, 99, 2], 2, media=(media(1, 2, content=png()),), cache_namespace="tenant")
     llm = Rendering()
-    prompt = await engine_prompt(llm, item, None)
+    prompt = await engine_prompt(llm, item, None, own_weights)
     assert (prompt["prompt_token_ids"], prompt["cache_salt"]) == ([1, 99, 99, 2], "tenant")
     assert llm.requested[0]["prompt_token_ids"] == [1, 99, 2]
     with pytest.raises(AttemptFailed, match="expands the prompt to 3 tokens") as caught:
-        await engine_prompt(Rendering(spans=1), item, None)
+        await engine_prompt(Rendering(spans=1), item, None, own_weights)
     assert caught.value.error.status == 501
-    text = await engine_prompt(Rendering(multimodal=False), work_item("r", [1, 2], 2), None)
+    text = await engine_prompt(Rendering(multimodal=False), work_item("r", [1, 2], 2), None, own_weights)
     assert text == {"type": "token", "prompt_token_ids": [1, 2]}
 
 
@@ -389,13 +409,41 @@ async def test_unsupported_media_are_refused() -> None:
             400,
             "media_not_encoded",
         ),
-        "have width 3, the model's have 4": (Rendering(), np.zeros((2, 3)), 500, "media_not_encoded"),
     }
     for text, (llm, embeddings, status, code) in refusals.items():
         with pytest.raises(AttemptFailed, match=text) as caught:
-            await engine_prompt(llm, item, embeddings)
+            await engine_prompt(llm, item, embeddings, own_weights)
         assert (caught.value.error.status, caught.value.error.code) == (status, code)
         assert not llm.requested
+
+
+OTHER_MODEL = (
+    r"other weights \(bbbbbbbbbbbbbbbb\) than this worker \(aaaaaaaaaaaaaaaa\): start both with the same files"
+)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "width", "text"),
+    [
+        (b"", 3, "have width 3, the model's have 4"),
+        (b'[{"weights":"' + b"b" * 64 + b'"}]', 4, OTHER_MODEL),
+        (b"[{},{}]", 4, "got metadata for 2 images and videos, expected 1"),
+        (b'[{"fields":{"grid":"1"}}]', 4, "the metadata of the embeddings are invalid"),
+        (b"not JSON", 4, "the metadata of the embeddings are invalid"),
+    ],
+)
+async def test_embeddings_of_another_model_are_computed_again(metadata: bytes, width: int, text: str) -> None:
+    encoded = Encoded(descriptor=b"", shape=(2, width), dtype="float32", checksum="0" * 16, metadata=metadata)
+    item, llm = work_item("r", [1, 99, 99], 2, media=(media(1, 2),), encoded=encoded), Rendering()
+    with pytest.raises(TransferError, match=text):
+        await engine_prompt(llm, item, np.zeros((2, width)), own_weights)
+    assert not llm.requested
+
+
+async def test_width_of_embeddings_of_several_layers() -> None:
+    item = work_item("r", [1, 99, 99], 2, media=(media(1, 2),))
+    with pytest.raises(TransferError, match="have width 4, the model's have 12"):
+        await engine_prompt(Rendering(layers=2), item, np.zeros((2, 4)), own_weights)
 
 
 def reported(role: Role, **options: Any) -> EngineSettings:

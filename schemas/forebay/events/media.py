@@ -10,6 +10,7 @@ from forebay.events.privacy import CHECKSUM, DROPPED, SHA256, ZEROED, SystemName
 MEDIA_BYTES_MAX = 8 << 20  # per request; the 16 MiB record also has to hold the longest prompt
 MEDIA_MAX = 64  # per request
 DESCRIPTOR_BYTES_MAX = 64 << 10  # a descriptor takes half a kilobyte if there is one network device
+METADATA_BYTES_MAX = 16 << 10  # some 150 bytes per image
 
 MediaKind = Literal["image", "video"]
 Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$", max_length=64, description="SHA-256 in hex.")]
@@ -48,12 +49,14 @@ class Encoded(Part, frozen=True, kw_only=True):
         descriptor: location of the tensor, in a format that only the transfer layer reads.
         shape: dimensions of the tensor.
         checksum: XXH3-64 over the XXH3-64 values of the transferred blocks, in order, each as little-endian u64.
+        metadata: what the engine needs beside the tensor, in a format that only engines read; empty if nothing.
     """
 
     descriptor: Annotated[bytes, msgspec.Meta(max_length=DESCRIPTOR_BYTES_MAX), DROPPED]
     shape: tuple[Count, ...]
     dtype: SystemName
     checksum: Annotated[Digest, CHECKSUM]
+    metadata: Annotated[bytes, msgspec.Meta(max_length=METADATA_BYTES_MAX), DROPPED] = b""
 
     @property
     def shape_text(self) -> str:

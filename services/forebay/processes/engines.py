@@ -123,6 +123,13 @@ def built(
         kv_events=kv_events,
         role=settings.role,
     )
+    if settings.role == "encode" and choice.engine in ADAPTERS:
+        if not (encoder := ADAPTERS[choice.engine].encoder):
+            raise ConfigError(
+                f"--role encode: the {choice.label} engine has no encoder; use --engine FILE.py:Class, an encoder of"
+                f" your own, vllm, or {MOCK}, a stand-in"
+            )
+        return engine_process(*encoder, settings), spec
     if settings.role == "encode":
         return EncodeEngine(_encoder(choice), cache_bytes=settings.embedding_cache_bytes), spec
     if choice.is_mock:
@@ -153,11 +160,6 @@ def tokenizer_probes(model: Model) -> tuple[TokenizerProbe, ...]:
 def _encoder(choice: EngineChoice) -> Encoder:
     if choice.is_mock:
         return StandInEncoder()
-    if choice.engine in ADAPTERS:
-        raise ConfigError(
-            f"--role encode: the {choice.label} engine has no encoder; use --engine FILE.py:Class, an encoder of your"
-            f" own, or {MOCK}, a stand-in"
-        )
     encoder = load_encoder(choice.engine)
     try:
         return encoder()

@@ -82,12 +82,14 @@ class MediaTokens:
 
     def require(self, refs: Sequence[MediaRef]) -> None:
         """Raise ApiError for the first image or video that the model or the ingress does not support."""
+        takes_images = self.expansions.get("image") is not None
         for ref in refs:
+            hint = "; send some of its frames as image_url" if ref.kind == "video" and takes_images else ""
             if ref.kind not in self.ids:
-                text = f"{ref.where}: this model does not support {ref.kind}s"
+                text = f"{ref.where}: this model does not support {ref.kind}s{hint}"
                 raise invalid(text, ref.where, "unsupported_parameter")
             if self.expansions[ref.kind] is None:
-                text = f"{ref.where}: {ref.kind}s are not supported, because their tokens depend on their size"
+                text = f"{ref.where}: {ref.kind}s are not supported, because their tokens depend on their size{hint}"
                 if ref.kind == "image":
                     text += f" in another way than in {', '.join(FAMILIES)} with a preprocessor_config.json"
                 raise ApiError(501, "unsupported_parameter", text, ref.where)

@@ -437,7 +437,8 @@ def _parts(message: Message, at: int) -> Iterator[str | MediaRef]:
 
 def _part(part: ContentPart, where: str) -> str | MediaRef:
     if part.type not in PART_FIELDS:
-        raise invalid(f"{where}: parts of type {part.type} are not supported", where, "unsupported_parameter")
+        text = f"{where}: parts of type {part.type} are not supported; supported types are {', '.join(PART_FIELDS)}"
+        raise invalid(text, where, "unsupported_parameter")
     require_fields(part, where, part.type, (part.type,))
     value = getattr(part, part.type)
     if isinstance(value, str):

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -14,6 +14,20 @@ if TYPE_CHECKING:
     from forebay.workers.kv_transfer.embeddings import Array
 
 Key = tuple[str, str, str, int]
+
+
+class EncodedMedia(NamedTuple):
+    """Embeddings of one image or video, of shape [placeholder tokens, width].
+
+    `metadata` is a JSON object for the engine that uses the embeddings; empty if the engine needs nothing else.
+    """
+
+    embeddings: "Array"
+    metadata: bytes = b""
+
+    @property
+    def size(self) -> int:
+        return self.embeddings.nbytes + len(self.metadata)
 
 
 def cache_keys(item: WorkItem) -> list[Key]:
@@ -33,12 +47,12 @@ class EmbeddingCache(Collector):
     def __init__(self, bytes_max: int) -> None:
         self.worker_id = ""
         self._bytes_max = bytes_max
-        self._kept: OrderedDict[Key, Array] = OrderedDict()
+        self._kept: OrderedDict[Key, EncodedMedia] = OrderedDict()
         self._size = 0
         self._hits = 0
         self._misses = 0
 
-    def find(self, keys: Sequence[Key]) -> "dict[Key, Array]":
+    def find(self, keys: Sequence[Key]) -> dict[Key, EncodedMedia]:
         """Return the cached embeddings of the images and videos of a request."""
         found = {key: self._kept[key] for key in keys if key in self._kept}
         for key in found:
@@ -48,16 +62,16 @@ class EmbeddingCache(Collector):
         self._misses += len(keys) - hits
         return found
 
-    def put(self, key: Key, embeddings: "Array") -> None:
+    def put(self, key: Key, encoded: EncodedMedia) -> None:
         """Keep a copy of embeddings that `find` did not return, unless they are larger than the whole cache."""
-        if embeddings.nbytes > self._bytes_max:
+        if encoded.size > self._bytes_max:
             return
         # A slice would keep the array of the whole request, and the encoder may write to its array again.
-        self._kept[key] = embeddings.copy()
-        self._size += embeddings.nbytes
+        self._kept[key] = encoded._replace(embeddings=encoded.embeddings.copy())
+        self._size += encoded.size
         while self._size > self._bytes_max:
             _, evicted = self._kept.popitem(last=False)
-            self._size -= evicted.nbytes
+            self._size -= evicted.size
 
     def collect(self) -> Iterator[Metric]:
         for name, text, value in (

@@ -31,7 +31,7 @@ from forebay.events.media import Media
 from forebay.events.work import WorkItem
 from forebay.runtime.errors import ConfigError, install_command
 from forebay.workers.engine import AttemptFailed, EngineBatch, EngineError, EngineRefused, Failed, MediaEncoded, Publish
-from forebay.workers.engines.embedding_cache import EmbeddingCache, cache_keys
+from forebay.workers.engines.embedding_cache import EmbeddingCache, EncodedMedia, cache_keys
 from forebay.workers.engines.settings import EMBEDDING_CACHE_BYTES
 from forebay.workers.kv_transfer.embeddings import ARENA_BYTES, LEASE_S, EmbeddingTransfer
 from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name, load_nixl
@@ -66,10 +66,11 @@ class Encoder(Protocol):
     def load(self) -> None:
         """Prepare the encoder, for example load weights. Any exception ends the worker at its start."""
 
-    def encode_all(self, media: Sequence[Media]) -> "Array":
+    def encode_all(self, media: Sequence[Media]) -> "Array | list[EncodedMedia]":
         """Return the embeddings of images and videos, in order, of shape [placeholder tokens, width].
 
-        The embeddings of one may depend only on its content and number of placeholders, because they are cached.
+        The embeddings may be one array, or an array with metadata for each image or video. Those of one image may
+        depend only on its content and number of placeholders, because they are cached.
         Raises MediaUnusable if an image or video is invalid. After any other exception another worker is tried.
         """
 
@@ -282,40 +283,63 @@ class EncodeEngine:
         return EngineBatch(rank=item.rank, load=self._load(), failed=failed, encoded=encoded)
 
     async def _encoded(self, item: WorkItem) -> MediaEncoded:
+        import numpy  # noqa: PLC0415 - an extra
+
         generation, loop = self._generation, asyncio.get_running_loop()
-        array, cached = await loop.run_in_executor(self._thread, self._embeddings, item)
+        parts, cached = await loop.run_in_executor(self._thread, self._embeddings, item)
         if generation != self._generation:
             raise TransferError("the request was dropped by a reset")
         if self._offers is None:
             name = agent_name(self._worker_id)
             self._offers = EmbeddingTransfer(name, arena_bytes=self._arena_bytes, lease_s=self._lease_s)
-        return MediaEncoded(item.request_id, item.attempt, await self._offers.offer(array), cached)
+        encoded = await self._offers.offer(numpy.concatenate([part.embeddings for part in parts]))
+        if any(part.metadata for part in parts):
+            metadata = msgspec.json.encode([msgspec.Raw(part.metadata or b"{}") for part in parts])
+            encoded = msgspec.structs.replace(encoded, metadata=metadata)
+        return MediaEncoded(item.request_id, item.attempt, encoded, cached)
 
-    def _embeddings(self, item: WorkItem) -> tuple["Array", int]:
+    def _embeddings(self, item: WorkItem) -> tuple[list[EncodedMedia], int]:
         """Return the embeddings of a request, and the number of its images and videos that were in the cache."""
-        import numpy  # noqa: PLC0415 - an extra
-
         keys = cache_keys(item)
         found = self._cache.find(keys)
         cached = sum(key in found for key in keys)
         missing = {key: one for key, one in zip(keys, item.media, strict=True) if key not in found}
         if missing:
-            array = self._encoder.encode_all(list(missing.values()))
-            rows = [one.tokens for one in missing.values()]
-            if not isinstance(array, numpy.ndarray):
-                raise TransferError(f"the encoder returned a {type(array).__name__}, expected a numpy array")
-            if array.ndim != 2 or len(array) != sum(rows):
-                shape = " x ".join(map(str, array.shape))
-                raise TransferError(f"the encoder returned an array of shape {shape} for {sum(rows)} placeholders")
-            for key, part in zip(missing, numpy.split(array, list(accumulate(rows[:-1]))), strict=True):
+            some = list(missing.values())
+            for key, part in zip(missing, _parts(self._encoder.encode_all(some), some), strict=True):
                 found[key] = part
                 self._cache.put(key, part)
-        return numpy.concatenate([found[key] for key in keys]), cached
+        return [found[key] for key in keys], cached
 
     def _forget(self) -> None:
         if self._offers is not None:
             self._offers.close()
             self._offers = None
+
+
+def _parts(encoded: "Array | list[EncodedMedia]", media: Sequence[Media]) -> list[EncodedMedia]:
+    """Return the result of an encoder for each image and video. Raises TransferError if the result is invalid."""
+    import numpy  # noqa: PLC0415 - an extra
+
+    rows = [one.tokens for one in media]
+    if not isinstance(encoded, list):
+        _check_rows(encoded, sum(rows))
+        return [EncodedMedia(part) for part in numpy.split(encoded, list(accumulate(rows[:-1])))]
+    if len(encoded) != len(rows) or not all(isinstance(part, EncodedMedia) for part in encoded):
+        raise TransferError(f"the encoder returned a list, expected a numpy array or {len(rows)} EncodedMedia")
+    for part, tokens in zip(encoded, rows, strict=True):
+        _check_rows(part.embeddings, tokens)
+    return encoded
+
+
+def _check_rows(array: "Array", rows: int) -> None:
+    import numpy  # noqa: PLC0415 - an extra
+
+    if not isinstance(array, numpy.ndarray):
+        raise TransferError(f"the encoder returned a {type(array).__name__}, expected a numpy array")
+    if array.ndim != 2 or len(array) != rows:
+        shape = " x ".join(map(str, array.shape))
+        raise TransferError(f"the encoder returned an array of shape {shape} for {rows} placeholders")
 
 
 def _failed(item: WorkItem, error: AttemptFailed) -> Failed:

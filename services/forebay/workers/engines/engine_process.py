@@ -38,7 +38,7 @@ from forebay.events.kv import Tier
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.runtime.metrics import collector
-from forebay.workers.engine import CacheChange, Cleared, EngineBatch, EngineError, EngineRefused, Publish
+from forebay.workers.engine import CacheChange, Cleared, EngineBatch, EngineError, EngineRefused, KvEngine, Publish
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.runtime.media_feed import MediaEngine
 
@@ -62,10 +62,11 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 def engine_process(module: str, name: str, settings: EngineSettings) -> "EngineProcess":
     """Return an engine of the class `name` of a module, which `start` runs in a process of its own.
 
-    It accepts images and videos if the class does.
+    It accepts images and videos, and transfers KV, if the class does.
     """
-    process = _MediaProcess if issubclass(getattr(import_module(module), name), MediaEngine) else EngineProcess
-    made: EngineProcess = type(name, (process,), {})(module, name, settings)
+    engine = getattr(import_module(module), name)
+    parts = [part for part, kind in ((_MediaProcess, MediaEngine), (_KvProcess, KvEngine)) if issubclass(engine, kind)]
+    made: EngineProcess = type(name, (*parts, EngineProcess), {})(module, name, settings)
     return made
 
 
@@ -154,15 +155,6 @@ class EngineProcess:
 
     def cancel(self, request_id: str) -> None:
         self._send("cancel", request_id)
-
-    def release(self, request_id: str) -> None:
-        self._send("release", request_id)
-
-    def drop(self, prefilled: Prefilled) -> None:
-        self._send("drop", prefilled)
-
-    def kept(self) -> int:
-        return self._kept
 
     def stored(self) -> Sequence[int]:
         return tuple(self._stored)
@@ -266,6 +258,17 @@ class EngineProcess:
 class _MediaProcess(EngineProcess):
     def submit_embedded(self, item: WorkItem, embeddings: "Array") -> None:
         self._send("submit_embedded", item, embeddings)
+
+
+class _KvProcess(EngineProcess):
+    def release(self, request_id: str) -> None:
+        self._send("release", request_id)
+
+    def drop(self, prefilled: Prefilled) -> None:
+        self._send("drop", prefilled)
+
+    def kept(self) -> int:
+        return self._kept
 
 
 @collector

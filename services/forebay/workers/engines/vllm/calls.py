@@ -1,12 +1,16 @@
 """Create arguments for vLLM in its own types. Imports vLLM, so import this module only in a worker that runs vLLM."""
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+from safetensors.torch import load_file
 from vllm import PoolingParams, SamplingParams
+from vllm.config import ModelConfig
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError
 from vllm.lora.request import LoRARequest
+from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -16,7 +20,19 @@ from forebay.workers.engines.loras import LoraAdapter
 from forebay.workers.engines.vllm.requests import sampling_arguments, structured_arguments
 from forebay.workers.engines.vllm.tiers.configuration import HINTS, RequestHints
 
-__all__ = ["EngineDeadError", "VLLMError", "lora_request", "pooling_params", "request_error", "sampling_params"]
+if TYPE_CHECKING:
+    from forebay.workers.kv_transfer.embeddings import Array
+
+__all__ = [
+    "EngineDeadError",
+    "VLLMError",
+    "image_placeholder",
+    "lora_request",
+    "pooling_params",
+    "read_tensor",
+    "request_error",
+    "sampling_params",
+]
 
 
 def sampling_params(
@@ -41,6 +57,18 @@ def sampling_params(
 
 def pooling_params() -> PoolingParams:
     return PoolingParams(task="embed")
+
+
+def image_placeholder(model_config: ModelConfig) -> str:
+    """Return a prompt that consists of one image, before the model's processor replaces its placeholder."""
+    text: str = MULTIMODAL_REGISTRY.create_processor(model_config).dummy_inputs.get_dummy_text({"image": 1})
+    return text
+
+
+def read_tensor(file: Path, name: str) -> "Array":
+    """Return a tensor in a file as float32, because numpy has no bfloat16."""
+    array: Array = load_file(file)[name].float().numpy()
+    return array
 
 
 def lora_request(adapter: LoraAdapter) -> LoRARequest:

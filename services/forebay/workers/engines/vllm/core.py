@@ -195,11 +195,15 @@ class VllmCore:
 
 
 def _build(arguments: dict[str, Any], stat_logger: Any) -> Any:
-    from vllm.config import KVEventsConfig, KVTransferConfig  # noqa: PLC0415 - takes seconds to import
+    from vllm.config import ECTransferConfig, KVEventsConfig, KVTransferConfig  # noqa: PLC0415 - takes seconds to import
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
-    configs = {"kv_events_config": KVEventsConfig, "kv_transfer_config": KVTransferConfig}
+    configs = {
+        "ec_transfer_config": ECTransferConfig,
+        "kv_events_config": KVEventsConfig,
+        "kv_transfer_config": KVTransferConfig,
+    }
     try:
         made = {
             name: configs[name](**value) if name in configs and isinstance(value, dict) else value

@@ -11,7 +11,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,7 @@ from forebay.workers.kv_events.zmq_wire import VllmDecoder
 from forebay.workers.kv_tiers.identity import default_cache, weights_digest
 from forebay.workers.kv_tiers.metrics import TierCounters, tier_metrics
 from forebay.workers.kv_tiers.settings import TierSettings
+from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.runtime.rank_buffer import RankBuffer
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class VllmEngine(ModelEngine):
         self._transfers = KvTransfers(settings.model_name, self._kept)
         self._layout: KvLayout | None = None
         self._store_name = settings.kv_store_name
+        self._weights = cache(partial(weights_digest, settings.model, default_cache()))
         self._has_own_tiers = False  # forebay's connector keeps KV in the tiers
         self._tier_counters: defaultdict[int, TierCounters] = defaultdict(TierCounters)
         self._onboarded: dict[str, tuple[OnboardedTokens, ...]] = {}  # by request, until its first token
@@ -260,7 +262,11 @@ class VllmEngine(ModelEngine):
         self, item: WorkItem, prompt: Any, rank: RankBuffer, embeddings: "Array | None" = None
     ) -> None:
         if item.task == "generate":
-            prompt = await engine_prompt(self.llm, item, embeddings)
+            try:
+                prompt = await engine_prompt(self.llm, item, embeddings, self._weights)
+            except TransferError as error:
+                rank.not_fetched(item, str(error))  # so that another encode worker is tried
+                return
         await super()._run_request(item, prompt, rank)
 
     def _request_error(self, error: Exception) -> AttemptFailed | None:

@@ -5,13 +5,18 @@ vLLM's processor replaces one placeholder token per image by as many tokens as t
 The result of vLLM's expansion must equal the prompt that the ingress hashed. Images and videos are identified by their
 digests, so that the hashes in vLLM's KV events equal `forebay.core.block_hashes.mm_hash`. Embeddings need
 `enable_mm_embeds=True`.
+
+An encode worker that runs vLLM sends an `ItemMetadata` for each image beside the embeddings. Some models need it: the
+positions of the tokens of a Qwen-VL image depend on its grid of patches.
 """
 
 import asyncio
 import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from forebay.events.base import unpack_u32
 from forebay.events.media import Media
@@ -19,16 +24,32 @@ from forebay.events.work import WorkItem
 from forebay.workers.engine import AttemptFailed
 from forebay.workers.engines.encode import MediaUnusable
 from forebay.workers.engines.vllm.requests import prompt_of
+from forebay.workers.kv_transfer.nixl_agent import TransferError
 
 if TYPE_CHECKING:
     from forebay.workers.kv_transfer.embeddings import Array
 
 
-async def engine_prompt(llm: Any, item: WorkItem, embeddings: "Array | None") -> dict[str, Any]:
+class ItemMetadata(msgspec.Struct, frozen=True):
+    """Metadata of the embeddings of one image or video.
+
+    Attributes:
+        weights: SHA-256 of the weights of the encoder, from `weights_digest`; empty for an encoder of the user.
+        fields: further inputs of the model, by vLLM's names.
+    """
+
+    weights: str = ""
+    fields: dict[str, list[int]] = {}
+
+
+async def engine_prompt(
+    llm: Any, item: WorkItem, embeddings: "Array | None", weights: Callable[[], str]
+) -> dict[str, Any]:
     """Return the prompt of a request in vLLM's format.
 
-    Without embeddings, of shape [placeholder tokens, width], vLLM encodes the media. Raises AttemptFailed if the engine
-    cannot process the media, ValueError if vLLM's processor rejects the prompt.
+    Without embeddings, of shape [placeholder tokens, width], vLLM encodes the media. `weights` returns the digest of
+    the weights of this engine. Raises AttemptFailed if the engine cannot process the media, TransferError if the
+    embeddings are not those of its model, ValueError if vLLM's processor rejects the prompt.
     """
     token_ids = unpack_u32(item.token_ids)
     if not item.media:
@@ -39,10 +60,14 @@ async def engine_prompt(llm: Any, item: WorkItem, embeddings: "Array | None") ->
     if embeddings is None:
         fields = await asyncio.to_thread(raw_prompt, item)
     else:
-        if (width := embeddings.shape[1]) != (wanted := config.get_inputs_embeds_size()):
-            message = f"the encode worker's embeddings have width {width}, the model's have {wanted}"
-            raise AttemptFailed(500, "media_not_encoded", message)
-        fields = _as_tensors(embedded_prompt(item, embeddings))
+        metadata = _metadata(item)
+        for theirs in {one.weights for one in metadata} - {""}:
+            if theirs != (own := await asyncio.to_thread(weights)):
+                text = f"the encode worker has other weights ({theirs[:16]}) than this worker ({own[:16]})"
+                raise TransferError(f"{text}: start both with the same files of the model")
+        if (width := embeddings.shape[-1]) != (wanted := _width(config)):
+            raise TransferError(f"the encode worker's embeddings have width {width}, the model's have {wanted}")
+        fields = _as_tensors(embedded_prompt(item, embeddings, metadata))
     if item.cache_namespace:
         fields["cache_salt"] = item.cache_namespace
     # vLLM's item cache assumes that every rendered prompt is submitted; after a cancelled one, later requests fail.
@@ -54,11 +79,34 @@ async def engine_prompt(llm: Any, item: WorkItem, embeddings: "Array | None") ->
     return dict(prompt)
 
 
+def _metadata(item: WorkItem) -> list[ItemMetadata]:
+    """Return the metadata of each image and video, which are empty if the encoder sent none."""
+    raw = item.encoded.metadata if item.encoded is not None else b""
+    try:
+        found = msgspec.json.decode(raw or b"[]", type=list[ItemMetadata])
+    except msgspec.MsgspecError as error:
+        raise TransferError(f"the metadata of the embeddings are invalid: {error}") from error
+    if len(found) not in (0, len(item.media)):
+        raise TransferError(f"got metadata for {len(found)} images and videos, expected {len(item.media)}")
+    return found or [ItemMetadata()] * len(item.media)
+
+
+def _width(config: Any) -> int:
+    """Return the width of the embeddings of a model. Qwen3-VL adds those of some inner layers of its encoder."""
+    layers = getattr(getattr(config.hf_config, "vision_config", None), "deepstack_visual_indexes", None)
+    width: int = config.get_inputs_embeds_size() * (1 + len(layers or ()))
+    return width
+
+
 def _as_tensors(fields: dict[str, Any]) -> dict[str, Any]:
     import torch  # noqa: PLC0415 - a dependency of vLLM
 
-    data = {kind: [torch.tensor(one) for one in arrays] for kind, arrays in fields["multi_modal_data"].items()}
-    return {**fields, "multi_modal_data": data}
+    def tensors(data: Any) -> Any:
+        if isinstance(data, dict):
+            return {name: torch.tensor(one) for name, one in data.items()}
+        return [torch.tensor(one) for one in data]
+
+    return {**fields, "multi_modal_data": {kind: tensors(data) for kind, data in fields["multi_modal_data"].items()}}
 
 
 def collapsed(token_ids: Sequence[int], media: Sequence[Media]) -> list[int]:
@@ -72,17 +120,25 @@ def collapsed(token_ids: Sequence[int], media: Sequence[Media]) -> list[int]:
     return [*found, *token_ids[end:]]
 
 
-def embedded_prompt(item: WorkItem, embeddings: "Array") -> dict[str, Any]:
+def embedded_prompt(item: WorkItem, embeddings: "Array", metadata: Sequence[ItemMetadata]) -> dict[str, Any]:
     """Return the fields of vLLM's `TokensPrompt` for a request with the embeddings of all its media.
 
-    The embeddings have the shape [placeholder tokens, width]. The values of `multi_modal_data` are numpy arrays. The
-    caller must convert them to torch tensors, which vLLM needs.
+    The embeddings have the shape [placeholder tokens, width]. The values of `multi_modal_data` are lists of numpy
+    arrays, or one array with lists of the further inputs of the model. The caller must convert them to torch tensors,
+    which vLLM needs.
     """
-    data: dict[str, list[Any]] = {}
+    data: dict[str, Any] = {}
+    fields: dict[str, dict[str, list[Any]]] = {}
     start = 0
-    for one in item.media:
+    for one, described in zip(item.media, metadata, strict=True):
         data.setdefault(one.kind, []).append(embeddings[start : start + one.tokens])
         start += one.tokens
+        for name, value in described.fields.items():
+            fields.setdefault(one.kind, {}).setdefault(name, []).append(value)
+    for kind, further in fields.items():
+        import numpy  # noqa: PLC0415 - an extra
+
+        data[kind] = {f"{kind}_embeds": numpy.concatenate(data[kind]), **further}
     return _prompt(item, data)
 
 
@@ -91,10 +147,10 @@ def raw_prompt(item: WorkItem) -> dict[str, Any]:
 
     Raises MediaUnusable if an image is invalid.
     """
-    return _prompt(item, {"image": [_image(one) for one in item.media]})
+    return _prompt(item, {"image": [decoded_image(one) for one in item.media]})
 
 
-def _prompt(item: WorkItem, data: dict[str, list[Any]]) -> dict[str, Any]:
+def _prompt(item: WorkItem, data: dict[str, Any]) -> dict[str, Any]:
     names: dict[str, list[str]] = {}
     for one in item.media:
         names.setdefault(one.kind, []).append(one.digest)
@@ -102,10 +158,11 @@ def _prompt(item: WorkItem, data: dict[str, list[Any]]) -> dict[str, Any]:
     return {"prompt_token_ids": token_ids, "multi_modal_data": data, "multi_modal_uuids": names}
 
 
-def _image(media: Media) -> Any:
+def decoded_image(media: Media) -> Any:
+    """Return an image as vLLM's server decodes it. Raises MediaUnusable if it is invalid."""
     if media.kind != "image":
         raise MediaUnusable(
-            f"this worker cannot decode the frames of a {media.kind}; start an encode worker, which sends embeddings"
+            f"vLLM workers cannot decode the frames of a {media.kind}; use images, or an encoder of your own"
         )
     from PIL import Image, ImageOps  # noqa: PLC0415 - an extra
 

@@ -1,0 +1,156 @@
+"""Engine of an encode worker that runs vLLM as the encoder of a model, without its language model.
+
+Theory of operation. vLLM runs as the producer of its encoder cache (`ec_transfer_config`). It loads only the vision
+encoder, and its connector `ECExampleConnector` writes the embeddings of each image to a file. This file is in a private
+directory, and is removed once it was read. The embeddings then take the way of all encode workers: the cache, NIXL, and
+the serving worker, which passes them to its own vLLM (`forebay.workers.engines.vllm.media`). So workers on several
+machines need no common directory, and the serving vLLM needs no connector.
+
+vLLM keeps the embeddings of an image under its name and would not write them again, so each call uses another name.
+"""
+
+import asyncio
+import itertools
+import shutil
+import tempfile
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from prometheus_client.registry import Collector
+
+from forebay import runtime
+from forebay.events.media import Media
+from forebay.events.requests import Sampling
+from forebay.workers.engine import EngineError
+from forebay.workers.engines.embedding_cache import EncodedMedia
+from forebay.workers.engines.encode import EncodeEngine
+from forebay.workers.engines.model_engine import PrefixedMetrics, check_model
+from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.engines.vllm.core import VllmCore, engine_arguments
+from forebay.workers.engines.vllm.engine import VllmEngine, VllmStepStats
+from forebay.workers.engines.vllm.media import ItemMetadata, decoded_image
+from forebay.workers.kv_tiers.identity import default_cache, weights_digest
+from forebay.workers.kv_transfer.nixl_agent import TransferError
+
+EC_TRANSFER = "ec_transfer_config"  # argument of vLLM
+CONNECTOR, DIRECTORY = "ECExampleConnector", "shared_storage_path"
+FILE, TENSOR = "encoder_cache.safetensors", "ec_cache"
+SAMPLING = Sampling(max_tokens=1)  # ignored, because nothing is generated
+WARM_UP_SIDE = 64  # pixels
+
+
+def encoder_arguments(settings: EngineSettings, directory: Path) -> dict[str, Any]:
+    """Return the arguments of vLLM's `AsyncEngineArgs` for an encoder that writes the embeddings to a directory."""
+    arguments = engine_arguments(settings, kv_events=False, sockets=directory)
+    arguments.setdefault("mm_processor_cache_gb", 0)  # `EmbeddingCache` has the images that repeat
+    config = {"ec_connector": CONNECTOR, "ec_role": "ec_producer"}
+    return {**arguments, EC_TRANSFER: {**config, "ec_connector_extra_config": {DIRECTORY: str(directory)}}}
+
+
+class VllmEncoder:
+    """Encoder (`forebay.workers.engines.encode.Encoder`) that runs vLLM. Create it on the event loop of vLLM."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self._core = VllmCore()
+        self._directory = Path(tempfile.mkdtemp(prefix="forebay-encoder-"))
+        self._numbers = itertools.count()
+        self._llm: Any = None
+        self._calls: Any = None  # module `forebay.workers.engines.vllm.calls`, which imports vLLM
+        self._placeholder = ""
+        self._weights = ""
+
+    @property
+    def is_dead(self) -> bool:
+        return self._llm is None or self._llm.errored
+
+    def load(self) -> None:
+        """Start vLLM and encode an image. Raises EngineError if that fails, or the model is not supported."""
+        asyncio.run_coroutine_threadsafe(self._load(), self._loop).result()
+
+    def encode_all(self, media: Sequence[Media]) -> list[EncodedMedia]:
+        """Return the embeddings of images. Raises MediaUnusable if one is invalid or a video, TransferError if not."""
+        images = [decoded_image(one) for one in media]
+        return asyncio.run_coroutine_threadsafe(self._encode_all(images), self._loop).result()
+
+    async def stop(self) -> None:
+        await self._core.stop()
+        await runtime.offload(shutil.rmtree, self._directory, ignore_errors=True)
+
+    async def _load(self) -> None:
+        settings = self._settings
+        await runtime.offload(check_model, settings)
+        if EC_TRANSFER in settings.arguments:
+            raise EngineError(f"--engine-args: --role encode sets {EC_TRANSFER} itself, so remove it")
+        self._weights = await runtime.offload(weights_digest, settings.model, default_cache())
+        self._llm = await self._core.start(encoder_arguments(settings, self._directory), _stats, {})
+        config = self._llm.vllm_config
+        if (processes := config.parallel_config.world_size) > 1:
+            text = f"vLLM runs an encoder in one process, not in {processes}: start more encode workers instead"
+            raise EngineError(text)
+        self._calls = import_module("forebay.workers.engines.vllm.calls")
+        self._placeholder = await runtime.offload(self._calls.image_placeholder, config.model_config)
+        await self._warm_up()
+
+    async def _warm_up(self) -> None:
+        from PIL import Image  # noqa: PLC0415 - a dependency of vLLM
+
+        try:
+            await self._encode(Image.new("RGB", (WARM_UP_SIDE, WARM_UP_SIDE)))
+        except Exception as error:
+            raise EngineError(f"vLLM cannot encode an image with this model: {error}") from error
+
+    async def _encode_all(self, images: Sequence[Any]) -> list[EncodedMedia]:
+        return list(await asyncio.gather(*map(self._encode, images)))
+
+    async def _encode(self, image: Any) -> EncodedMedia:
+        name = f"image-{next(self._numbers)}"
+        fields = {"multi_modal_data": {"image": [image]}, "multi_modal_uuids": {"image": [name]}}
+        (prompt,) = await self._llm.renderer.render_cmpl_async(
+            [{"prompt": self._placeholder, **fields}], skip_mm_cache=True
+        )
+        (place,) = prompt["mm_placeholders"]["image"]
+        if place.is_embed is not None and not bool(place.is_embed.all()):
+            # A serving vLLM would need to know which tokens are those of the embeddings.
+            raise TransferError("images of this model have tokens without embeddings; start no encode workers for it")
+        limit = self._llm.vllm_config.scheduler_config.max_num_batched_tokens
+        if (tokens := len(prompt["prompt_token_ids"])) > limit:
+            # vLLM would wait for ever, because an encoder does not split a prompt.
+            raise TransferError(f"an image has {tokens} tokens; --max-num-batched-tokens is {limit}, so increase it")
+        try:
+            params = self._calls.sampling_params(SAMPLING)
+            last = [output async for output in self._llm.generate(prompt, params, name)][-1]
+            array = await runtime.offload(self._calls.read_tensor, self._directory / name / FILE, TENSOR)
+        finally:
+            await runtime.offload(shutil.rmtree, self._directory / name, ignore_errors=True)
+        found = (last.ec_transfer_params or {}).get(name, {}).get("metadata", {})
+        return EncodedMedia(array, msgspec.json.encode(ItemMetadata(self._weights, found)))
+
+
+class VllmEncodeEngine(EncodeEngine):
+    """Engine of an encode worker that runs vLLM."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._vllm = VllmEncoder(settings)
+        super().__init__(self._vllm, cache_bytes=settings.embedding_cache_bytes)
+
+    async def check(self) -> None:
+        """Raise EngineError if vLLM is dead."""
+        if self._vllm.is_dead:
+            raise EngineError("vLLM died; see its log for the cause")
+
+    def collectors(self) -> Sequence[Collector]:
+        return (*super().collectors(), PrefixedMetrics(*VllmEngine.METRICS))
+
+    async def stop(self) -> None:
+        await super().stop()
+        await self._vllm.stop()
+
+
+def _stats(_config: Any, index: int) -> VllmStepStats:
+    """Return a receiver of statistics that ignores them, because the worker counts the requests itself."""
+    return VllmStepStats(index, lambda *_: None, lambda *_: None)

@@ -1,0 +1,163 @@
+"""Encode worker that runs vLLM, with a stand-in for vLLM."""
+
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from forebay.events.media import Media
+from forebay.workers.engine import EngineError, MediaEncoded
+from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.engines.vllm.core import VllmCore
+from forebay.workers.engines.vllm.encoder import DIRECTORY, EC_TRANSFER, FILE, TENSOR, VllmEncodeEngine
+from forebay.workers.kv_tiers.identity import weights_digest
+from tests.workers.conftest import until
+from tests.workers.encode_engines import encode_item, encoded_by, memory, running
+from tests.workers.engine_setup import SPEC
+from tests.workers.pictures import Memory, shown
+
+__all__ = ["memory"]  # a fixture
+RED, BLUE = shown((250, 0, 0)), shown((0, 0, 250))
+
+
+class Vllm:
+    """Stand-in for `AsyncLLM` as the producer of an encoder cache: its embeddings are the colors of an image."""
+
+    def __init__(self, arguments: dict[str, Any], *, rows: int = 4, processes: int = 1, gap: bool = False) -> None:
+        self.directory = Path(arguments[EC_TRANSFER]["ec_connector_extra_config"][DIRECTORY])
+        self.errored = False
+        self.rows, self.gap, self.fails = rows, gap, False
+        self.names: list[str] = []
+        self.renderer = self
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(world_size=processes),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=arguments.get("max_num_batched_tokens", 64)),
+            model_config="config",
+        )
+
+    async def render_cmpl_async(self, prompts: list[dict[str, Any]], *, skip_mm_cache: bool) -> list[dict[str, Any]]:
+        (one,) = prompts
+        assert skip_mm_cache and one["prompt"] == "<image>"
+        place = SimpleNamespace(is_embed=np.array([True, not self.gap]))
+        return [{**one, "prompt_token_ids": [7] * self.rows, "mm_placeholders": {"image": [place]}}]
+
+    async def generate(self, prompt: dict[str, Any], _params: Any, request_id: str) -> AsyncIterator[Any]:
+        (image,), (name,) = prompt["multi_modal_data"]["image"], prompt["multi_modal_uuids"]["image"]
+        assert name == request_id and name not in self.names, "vLLM would not encode an image of the same name again"
+        self.names.append(name)
+        (self.directory / name).mkdir()
+        if self.fails:
+            raise MemoryError("full")
+        with (self.directory / name / FILE).open("wb") as file:
+            np.save(file, np.tile(np.array(image.getpixel((0, 0)), dtype=np.float32), (self.rows, 1)))
+        yield SimpleNamespace(ec_transfer_params={name: {"metadata": {"image_grid_thw": [1, 2, self.rows]}}})
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, memory: Memory) -> Callable[..., list[Vllm]]:
+    """Return a function that lets the engine start the stand-in with some faults, and returns those that started."""
+
+    def install(**faults: Any) -> list[Vllm]:
+        found: list[Vllm] = []
+
+        async def start(_: VllmCore, arguments: dict[str, Any], _logger: Any, __: dict[str, str]) -> Vllm:
+            found.append(Vllm(arguments, **faults))
+            return found[-1]
+
+        calls = SimpleNamespace(
+            image_placeholder=lambda _: "<image>",
+            sampling_params=lambda one: one,
+            read_tensor=lambda file, name: np.load(file) if name == TENSOR else None,
+        )
+        monkeypatch.setattr(VllmCore, "start", start)
+        monkeypatch.setitem(sys.modules, "forebay.workers.engines.vllm.calls", calls)
+        return found
+
+    return install
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineSettings:
+    monkeypatch.setenv("HOME", str(tmp_path))  # digests of files are remembered there
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.bin").write_bytes(b"weights")
+    return EngineSettings(model=tmp_path, model_name="m", role="encode")
+
+
+async def test_images_are_encoded_by_vllm_and_cached(
+    started: Callable[..., list[Vllm]], settings: EngineSettings, memory: Memory
+) -> None:
+    vllm = started()
+    async with running(VllmEncodeEngine(settings)) as (one, batches):
+        first = await encoded_by(one, batches, "a", RED)
+        both = await encoded_by(one, batches, "b", BLUE, RED)
+        assert (first.cached, both.cached, len(vllm[0].names)) == (0, 1, 3), "one image is encoded at the start"
+        rows = memory.arrays[both.encoded.descriptor]
+        assert rows.tolist() == [[0, 0, 250]] * 4 + [[250, 0, 0]] * 4
+        described = {"weights": weights_digest(settings.model), "fields": {"image_grid_thw": [1, 2, 4]}}
+        assert msgspec.json.decode(both.encoded.metadata) == [described, described]
+        assert not list(vllm[0].directory.iterdir()), "files that were read are removed"
+        await one.check()
+        vllm[0].errored = True
+        with pytest.raises(EngineError, match="vLLM died"):
+            await one.check()
+    assert not vllm[0].directory.exists()
+
+
+async def test_images_that_vllm_cannot_encode(
+    started: Callable[..., list[Vllm]], settings: EngineSettings, memory: Memory
+) -> None:
+    vllm = started()
+    video = msgspec.structs.replace(RED, kind="video")
+    async with running(VllmEncodeEngine(settings)) as (one, batches):
+
+        async def failure(name: str, image: Media) -> tuple[str, str]:
+            one.submit(encode_item(name, image, epoch=1))
+            await until(lambda: any(done.request_id == name for batch in batches for done in batch.failed))
+            error = batches[-1].failed[0].error
+            return error.code, error.message
+
+        code, message = await failure("video", video)
+        assert code == "media_not_encoded" and "cannot decode the frames of a video" in message
+        vllm[0].rows = 5
+        assert await failure("rows", RED) == (
+            "encode_failed",
+            "the encoder returned an array of shape 5 x 3 for 4 placeholders",
+        )
+        vllm[0].rows = 65
+        code, message = await failure("long", RED)
+        assert message == "an image has 65 tokens; --max-num-batched-tokens is 64, so increase it"
+        vllm[0].rows, vllm[0].fails = 4, True
+        assert await failure("full", RED) == ("encode_failed", "MemoryError: full")
+        assert not list(vllm[0].directory.iterdir()), "files of a failed request are removed"
+        vllm[0].fails = False
+        done: MediaEncoded = await encoded_by(one, batches, "again", RED)
+        assert done.cached == 0
+
+
+@pytest.mark.parametrize(
+    ("faults", "arguments", "message"),
+    [
+        ({}, {EC_TRANSFER: {}}, "--role encode sets ec_transfer_config itself"),
+        ({"processes": 2}, {}, "in one process, not in 2: start more encode workers"),
+        ({"gap": True}, {}, "images of this model have tokens without embeddings; start no encode workers"),
+    ],
+)
+async def test_unsupported_encoders_do_not_start(
+    started: Callable[..., list[Vllm]],
+    settings: EngineSettings,
+    faults: dict[str, Any],
+    arguments: dict[str, Any],
+    message: str,
+) -> None:
+    started(**faults)
+    engine = VllmEncodeEngine(replace(settings, arguments=arguments))
+    with pytest.raises(EngineError, match=message):
+        await engine.start(SPEC)
+    await engine.stop()
