@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any, cast
 
@@ -12,9 +13,13 @@ from hypothesis import strategies as st
 
 from forebay.core.rederive import Rederivation
 from forebay.core.restore import digest_of_snapshot, restore
-from forebay.core.routing.plan import Plan
+from forebay.core.routing.cost import CostTable, cost_table
+from forebay.core.routing.plan import Plan, StageCandidates
 from forebay.core.routing.policies import BUILT_IN
 from forebay.core.selection.counterfactual import counterfactual
+from forebay.core.selection.evaluation import demand_of, find_overlaps
+from forebay.core.state.rank_load import LoadColumns
+from forebay.core.state.roster import Roster
 from forebay.core.step import CLOCK, InputEvent, advance
 from forebay.core.world import World
 from forebay.events.base import pack_u64
@@ -163,12 +168,28 @@ def ask_alternatives(world: World, router: dict[str, Any]) -> list[tuple[str, bo
         same = counterfactual(world, plan.pool, plan)
         assert (same.agrees, same.regret_blocks, same.refusal) == (True, 0.0, None)
         assert same.overlap_blocks == same.history_overlap_blocks
+        assert cost_by_rank(world, plan).digest() == plan.table.digest()
         plans.append((plan.request.request_id, same.would_hold))
         changed = msgspec.structs.replace(plan.pool.router, **router)
         counterfactual(world, msgspec.structs.replace(plan.pool, router=changed), plan)
 
     world.on_plan = on_plan
     return plans
+
+
+def cost_by_rank(world: World, plan: Plan) -> CostTable:
+    """Compute the table of a plan with loads copied from each rank, and with overlaps by rank instead of masks."""
+    candidates = StageCandidates(plan.stage, plan.pool, plan.roster, plan.request, plan.attempt)
+    overlaps = find_overlaps(world, plan.pool, plan.request.blocks)
+    demand = replace(demand_of(world, candidates, plan.config), cached=(), overlaps=overlaps)
+    blocks = plan.request.blocks if plan.config.track_active_blocks and plan.config.assume_kv_reuse else ()
+    depths = depths_by_rank(world.load, blocks)
+    copied = LoadColumns()
+    ranks = [replace(candidate, load=replace(candidate.load)) for candidate in plan.roster.ranks]
+    for candidate in ranks:
+        candidate.load.enter(copied)
+    demand = replace(demand, active=[(1 << one.load.slot, depths.get(one.key, 0)) for one in ranks])
+    return cost_table(plan.config, plan.pool.block_size, Roster(ranks), demand)
 
 
 def assert_requests_end_once(drive: Careful) -> None:

@@ -471,6 +471,9 @@ def test_evictions_and_cleared_caches_free_blocks() -> None:
     assert (routed.worker_id, routed.terms.eviction_cost) == ("a", 0.0)
     drive("kv-events", CacheCleared(seq=3, **about))
     assert drive.world.load.rank_load("a", 0).cached_blocks == 0
+    drive("kv-events", BlocksStored(seq=4, sequence_hashes=pack_u64(prompt), **about))
+    (routed,) = drive("requests", request("stored", prompt, routing=RoutingHints(worker_id="a")))
+    assert routed.terms.device_overlap == len(prompt), "a cleared cache is in the index under another bit"
 
 
 def test_if_all_caches_are_full_the_rank_with_the_older_blocks_has_no_cost() -> None:

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.msgpack import decode, encode
 
@@ -679,7 +679,11 @@ bookings = st.tuples(
 )
 
 
+SHARED = [("book", number, PROMPTS[0], True, 0) for number in range(2)]  # two ranks with the same prompt
+
+
 @given(st.lists(bookings, max_size=60), prompts)
+@example([*SHARED, ("free", 0, [], True, 0)], [])
 def test_load_equals_a_count_of_every_block(
     history: list[tuple[str, int, list[int], bool, int]], query: list[int]
 ) -> None:
@@ -707,8 +711,9 @@ def test_load_equals_a_count_of_every_block(
         mine = [one for one in requests if one.key == key]
         assert now(load, key) == (sum(one.tokens for one in mine), float(blocks_of(key, requests)), len(mine))
         assert load.rank_load(*key).computed_tokens == booked_tokens[key]
-    depths = {key: depth_of(key, query, requests) for key in RANKS}
-    assert depths_by_rank(load, query) == {key: depth for key, depth in depths.items() if depth}
+    for asked in (query, *PROMPTS):
+        depths = {key: depth_of(key, asked, requests) for key in RANKS}
+        assert depths_by_rank(load, asked) == {key: depth for key, depth in depths.items() if depth}
     copy = restored_load(load)
     assert copy.digest() == load.digest()
     assert [now(copy, key) for key in RANKS] == [now(load, key) for key in RANKS]
