@@ -51,6 +51,7 @@ class ChainPool:
         self._cached = 0
         self._anonymous = 0
         self._free = total
+        self._warmed = False
 
     @property
     def used(self) -> int:
@@ -74,6 +75,7 @@ class ChainPool:
     def warm(self, hashes: Sequence[int]) -> None:
         """Fill an empty pool with cached blocks, oldest first; hashes beyond the size of the pool are ignored."""
         assert self._free == self.total, "only an empty pool is warmed"
+        self._warmed = True
         for block in dict.fromkeys(hashes[: self.total]):
             run = self._runs[block] = ChainRun(array("Q", (block,)), 0)
             self._idle[run] = None
@@ -128,8 +130,9 @@ class ChainPool:
         new: list[tuple[int, int]] = []
         at = begin
         rest = hashes[begin:end]
-        # A caller that has a block has all blocks before it, so a block that is in the pool starts a run.
-        if not runs.keys().isdisjoint(rest):
+        # A caller that has a block has all blocks before it, so a block that is in the pool starts a run. The blocks
+        # before it are in the pool, too, because they are evicted after it, unless the pool was warmed.
+        if hashes[begin] in runs or (self._warmed and not runs.keys().isdisjoint(rest)):
             while at < end:
                 run = runs.get(hashes[at])
                 if run is None:

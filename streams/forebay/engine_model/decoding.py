@@ -3,6 +3,7 @@
 A sequence must be checked when its last block is full or it has generated its last token.
 """
 
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ class JoiningSequences(NamedTuple):
     blocks: int  # number of KV blocks that they use
 
 
+NO_SEQUENCES: Sequence[EngineSequence] = ()
 NONE_JOINING = JoiningSequences(0, 0)
 
 
@@ -66,15 +68,18 @@ class DecodingBatch:
             heappop(self._iterations)
         return self._iterations[0]
 
-    def take_due(self, iteration: int) -> list[EngineSequence]:
+    def take_due(self, iteration: int) -> Sequence[EngineSequence]:
         """Return the sequences to check at `iteration`, oldest first, and remove these checks from the schedule.
 
         The caller must not skip an iteration that has a check.
         """
-        while self._iterations and self._iterations[0] <= iteration:
-            heappop(self._iterations)
+        iterations = self._iterations
+        while iterations and iterations[0] <= iteration:
+            heappop(iterations)
         due = self._due.pop(iteration, None)
-        return [due[turn] for turn in sorted(due)] if due else []
+        if not due:
+            return NO_SEQUENCES
+        return [*due.values()] if len(due) == 1 else [due[turn] for turn in sorted(due)]
 
     def clear(self) -> None:
         self.by_turn.clear()

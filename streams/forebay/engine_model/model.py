@@ -66,6 +66,7 @@ class EngineModel:
         self._match = match
         self._blocks = BlockAllocator(config, named)
         self.pool = self._blocks.pool
+        self._cache_tokens = self.pool.total * config.block_size
         self._sequences: dict[str, EngineSequence] = {}
         self._waiting: deque[EngineSequence] = deque()
         self._prefilling: EngineSequence | None = None
@@ -243,15 +244,12 @@ class EngineModel:
         emitted: list[Emitted] = []
         finished: list[Finished] = []
         iterations = 1
+        sequences, blocks = len(running) + decoding.sequences, self._decoding.blocks + decoding.blocks
         # Every sequence reads its own context: a shared block counts once per sequence.
-        work = StepWork(
-            prefill_tokens=prefill_tokens,
-            prefill_attended=attended,
-            decode_sequences=len(running) + decoding.sequences,
-            decode_tokens=(self._decoding.blocks + decoding.blocks) * self.config.block_size,
-            cache_tokens=self.pool.total * self.config.block_size,
+        tokens = blocks * self.config.block_size
+        duration_us = self.config.timing.step_us(
+            StepWork(prefill_tokens, attended, sequences, tokens, self._cache_tokens)
         )
-        duration_us = self.config.timing.step_us(work)
         if running:
             steady &= not (completed or prefill_tokens or self._loading.has_new)  # a new load may end in between
             if steady and until_us > duration_us:

@@ -53,7 +53,7 @@ class MockerTiming(msgspec.Struct, frozen=True):
     """Timing by Dynamo's two polynomials: of prompt tokens, and of the cache share that decoding sequences use."""
 
     def step_us(self, work: StepWork) -> int:
-        took_us = prefill_us(work.prefill_tokens)
+        took_us = prefill_us(work.prefill_tokens) if work.prefill_tokens else 0
         return took_us + decode_us(work.decode_tokens, work.cache_tokens) if work.decode_sequences else took_us
 
 

@@ -243,8 +243,9 @@ class SimulatedCluster:
                 heappop(output_events)[2]()
             while work_events[0][0] == now_us:
                 heappop(work_events)[2]()
-            while arrivals.next_us == now_us:
-                self._arrive(arrivals.take())
+            if arrivals.next_us == now_us:
+                while arrivals.next_us == now_us:
+                    self._arrive(arrivals.take())
                 on_arrived(len(self.requests))
             while self._ready:
                 self._begin_steps()

@@ -91,7 +91,8 @@ class RequestOutcomes:
         """Replace the outcome at index `place`."""
         self._make_room(served)
         for name, column in self._columns.items():
-            column[place] = _value(served, name)
+            value: int | None = getattr(served, name)
+            column[place] = NO_WORKER if value is None else value
         if served.failure:
             self.failures[place] = served.failure
 
@@ -117,11 +118,6 @@ COLUMNS = (
 TRANSFER_COLUMNS = ("prefiller", "prefilled_us", "transferred_bytes", "transfer_us")
 TIER_COLUMNS = ("host_tokens", "disk_tokens", "store_tokens", "load_us")
 WORKERS = ("worker", "prefiller")
-
-
-def _value(served: RequestOutcome, name: str) -> int:
-    value: int | None = getattr(served, name)
-    return NO_WORKER if value is None else value
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from forebay.simulate.workload import Survey, Turn, WorkloadOptions
 from forebay.simulate.workloads.source import LATEST_US, US_PER_S, RowErrors, WorkloadSource
 
-PARENTS_MAX = 1 << 19  # ids whose parent is remembered, about 60 MB; beyond that the check starts again
+PARENTS_MAX = 1 << 17  # ids whose parent is remembered, about 15 MB; beyond that the check starts again
 
 
 class PreparedWorkload:
