@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -21,6 +22,7 @@ from forebay.events.base import pack_u32, unpack_u64
 from forebay.events.media import Encoded
 from forebay.events.work import WorkItem
 from forebay.ingress.media.tokens import FetchedMedia, MediaRef, MediaTokens, media_tokens_of
+from forebay.workers.engines.vllm.encoder import VllmEncoder
 from forebay.workers.engines.vllm.engine import VllmEngine
 from forebay.workers.runtime.media_feed import MediaEngine
 from tests.engines.driven import Answer, Driven, driven
@@ -222,6 +224,24 @@ async def test_cancelled_image_does_not_affect_later_requests(vllm: Driven, llav
     answer = await ask(vllm, item)
     assert answer.error is None
     assert answer.tokens == llava.greedy(item, [content])
+
+
+async def test_encode_worker_has_the_embeddings_of_the_oracle(vllm: Driven, llava: Llava) -> None:
+    encoder = VllmEncoder(replace(settings(llava.directory, role="encode"), block_size=None, kv_blocks=None))
+    item = llava.item(vllm, [BLUE, RED], range(250, 290))
+    try:
+        await asyncio.to_thread(encoder.load)
+        parts = await asyncio.to_thread(encoder.encode_all, item.media)
+        assert not encoder.is_dead
+    finally:
+        await encoder.stop()
+    rows = np.concatenate([part.embeddings for part in parts])
+    assert rows == pytest.approx(llava.embeddings([BLUE, RED]), abs=1e-4)
+    metadata = b"[%s]" % b",".join(part.metadata for part in parts)
+    encoded = Encoded(descriptor=b"", shape=rows.shape, dtype="float32", checksum="0" * 16, metadata=metadata)
+    answer = await ask(vllm, msgspec.structs.replace(item, encoded=encoded), rows)
+    assert (answer.error, answer.not_fetched) == (None, None)
+    assert answer.tokens == llava.greedy(item, [BLUE, RED])
 
 
 async def test_invalid_media_are_refused(vllm: Driven, llava: Llava) -> None:

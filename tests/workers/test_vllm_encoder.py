@@ -1,5 +1,6 @@
 """Encode worker that runs vLLM, with a stand-in for vLLM."""
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 from forebay.events.media import Media
 from forebay.workers.engine import EngineError, MediaEncoded
 from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.engines.vllm import encoder
 from forebay.workers.engines.vllm.core import VllmCore
 from forebay.workers.engines.vllm.encoder import DIRECTORY, EC_TRANSFER, FILE, TENSOR, VllmEncodeEngine
 from forebay.workers.kv_tiers.identity import weights_digest
@@ -34,6 +36,8 @@ class Vllm:
         self.errored = False
         self.rows, self.gap, self.fails = rows, gap, False
         self.names: list[str] = []
+        self.answers = asyncio.Event()
+        self.answers.set()
         self.renderer = self
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(world_size=processes),
@@ -51,6 +55,7 @@ class Vllm:
         (image,), (name,) = prompt["multi_modal_data"]["image"], prompt["multi_modal_uuids"]["image"]
         assert name == request_id and name not in self.names, "vLLM would not encode an image of the same name again"
         self.names.append(name)
+        await self.answers.wait()
         (self.directory / name).mkdir()
         if self.fails:
             raise MemoryError("full")
@@ -107,6 +112,8 @@ async def test_images_are_encoded_by_vllm_and_cached(
         vllm[0].errored = True
         with pytest.raises(EngineError, match="vLLM died"):
             await one.check()
+        vllm[0].errored = False
+        await one.check()
     assert not vllm[0].directory.exists()
 
 
@@ -139,6 +146,20 @@ async def test_images_that_vllm_cannot_encode(
         vllm[0].fails = False
         done: MediaEncoded = await encoded_by(one, batches, "again", RED)
         assert done.cached == 0
+
+
+async def test_vllm_that_hangs_ends_the_worker(
+    started: Callable[..., list[Vllm]], settings: EngineSettings, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = started()
+    async with running(VllmEncodeEngine(settings)) as (one, batches):
+        monkeypatch.setattr(encoder, "ENCODE_S", 0.0)
+        vllm[0].answers.clear()
+        one.submit(encode_item("r", RED, epoch=1))
+        await until(lambda: any(batch.failed for batch in batches))
+        assert batches[-1].failed[0].error.message == "vLLM has not encoded the images within 0 s"
+        with pytest.raises(EngineError, match="vLLM died or hangs"):
+            await one.check()
 
 
 @pytest.mark.parametrize(

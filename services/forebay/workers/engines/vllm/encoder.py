@@ -40,6 +40,7 @@ CONNECTOR, DIRECTORY = "ECExampleConnector", "shared_storage_path"
 FILE, TENSOR = "encoder_cache.safetensors", "ec_cache"
 SAMPLING = Sampling(max_tokens=1)  # ignored, because nothing is generated
 WARM_UP_SIDE = 64  # pixels
+ENCODE_S = 300.0  # for all images of a request, of which even a CPU encodes one in seconds
 
 
 def encoder_arguments(settings: EngineSettings, directory: Path) -> dict[str, Any]:
@@ -63,10 +64,11 @@ class VllmEncoder:
         self._calls: Any = None  # module `forebay.workers.engines.vllm.calls`, which imports vLLM
         self._placeholder = ""
         self._weights = ""
+        self._hangs = False
 
     @property
     def is_dead(self) -> bool:
-        return self._llm is None or self._llm.errored
+        return self._llm is None or self._llm.errored or self._hangs
 
     def load(self) -> None:
         """Start vLLM and encode an image. Raises EngineError if that fails, or the model is not supported."""
@@ -105,7 +107,12 @@ class VllmEncoder:
             raise EngineError(f"vLLM cannot encode an image with this model: {error}") from error
 
     async def _encode_all(self, images: Sequence[Any]) -> list[EncodedMedia]:
-        return list(await asyncio.gather(*map(self._encode, images)))
+        try:
+            async with asyncio.timeout(ENCODE_S):
+                return list(await asyncio.gather(*map(self._encode, images)))
+        except TimeoutError:
+            self._hangs = True  # so that the worker ends, and other workers get its requests
+            raise TransferError(f"vLLM has not encoded the images within {ENCODE_S:g} s") from None
 
     async def _encode(self, image: Any) -> EncodedMedia:
         name = f"image-{next(self._numbers)}"
@@ -139,9 +146,9 @@ class VllmEncodeEngine(EncodeEngine):
         super().__init__(self._vllm, cache_bytes=settings.embedding_cache_bytes)
 
     async def check(self) -> None:
-        """Raise EngineError if vLLM is dead."""
+        """Raise EngineError if vLLM is dead or hangs."""
         if self._vllm.is_dead:
-            raise EngineError("vLLM died; see its log for the cause")
+            raise EngineError("vLLM died or hangs; see its log for the cause")
 
     def collectors(self) -> Sequence[Collector]:
         return (*super().collectors(), PrefixedMetrics(*VllmEngine.METRICS))
