@@ -67,6 +67,8 @@ def unpack_u32(packed: bytes) -> list[int]:
 
 def pack_u64(values: Iterable[int]) -> bytes:
     """Pack integers from 0 to 2**64 - 1 as little-endian u64. Raises OverflowError for other integers."""
+    if type(values) is array and values.typecode == "Q" and sys.byteorder == "little":
+        return values.tobytes()  # without a copy as an array, which takes longer than the rest for a single block
     return _little_endian(array("Q", values)).tobytes()
 
 
