@@ -181,14 +181,14 @@ def cost_by_rank(world: World, plan: Plan) -> CostTable:
     """Compute the table of a plan with loads copied from each rank, and with overlaps by rank instead of masks."""
     candidates = StageCandidates(plan.stage, plan.pool, plan.roster, plan.request, plan.attempt)
     overlaps = find_overlaps(world, plan.pool, plan.request.blocks)
-    demand = replace(demand_of(world, candidates, plan.config), cached=(), overlaps=overlaps)
+    demand = msgspec.structs.replace(demand_of(world, candidates, plan.config), cached=(), overlaps=overlaps)
     blocks = plan.request.blocks if plan.config.track_active_blocks and plan.config.assume_kv_reuse else ()
     depths = depths_by_rank(world.load, blocks)
     copied = LoadColumns()
     ranks = [replace(candidate, load=replace(candidate.load)) for candidate in plan.roster.ranks]
     for candidate in ranks:
         candidate.load.enter(copied)
-    demand = replace(demand, active=[(1 << one.load.slot, depths.get(one.key, 0)) for one in ranks])
+    demand = msgspec.structs.replace(demand, active=[(1 << one.load.slot, depths.get(one.key, 0)) for one in ranks])
     return cost_table(plan.config, plan.pool.block_size, Roster(ranks), demand)
 
 

@@ -370,7 +370,8 @@ def test_the_cost_is_zero_exactly_while_the_new_blocks_fit(held: list[int], bloc
     cached = {name: Overlap(data.draw(st.integers(0, min(one, blocks)))) for name, one in zip(names, held, strict=True)}
     ranks = caches(held)
     for at, load in enumerate(ranks.loads):
-        load.set_turnover((-at - 1,))  # the first of the candidates has the newest blocks
+        load.turnover_us = (-at - 1,)  # the first of the candidates has the newest blocks
+        load.publish()
     found, without = evicting(ranks, blocks, cached), evicting(ranks, blocks, cached, eviction_weight=0.0)
     more = [max(one + blocks - cached[name].device - CAPACITY, 0) for name, one in zip(names, held, strict=True)]
     oldest = max((at + 1 for at, one in enumerate(more) if one), default=0)

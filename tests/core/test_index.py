@@ -413,8 +413,7 @@ def test_blocks_stored_during_a_scan_do_not_prolong_it() -> None:
     assert calls(growing=True) == calls(growing=False)
 
 
-def test_cached_masks_are_dropped_when_bits_are_reassigned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holder_bits, "REMEMBERED_KEYS_MAX", 20)
+def test_a_new_holder_has_none_of_the_blocks_of_the_one_before() -> None:
     index = PrefixIndex()
     names = [f"w{number}" for number in range(9)]
     for at, name in enumerate(names):

@@ -85,7 +85,7 @@ FREE_TEXTS = (  # like `reason`, but free text
 )
 HASHES = {"parent_hash", "nonce", "content", "seed", "idempotency_key", "body_hash", "end_user"}
 TOKENS = {"replaced", "token_id", "stop_token_ids"}  # token ids of a client, or that the prompt of a client had
-WITHHELD = {"token_ids", "content", "descriptor"}  # packed, with a different length
+WITHHELD = {"token_ids", "content", "descriptor", "metadata"}  # packed, with a different length
 NO_HASHES = {"due_us", "offsets"}  # packed numbers of the log
 
 

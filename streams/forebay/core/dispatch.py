@@ -1,7 +1,5 @@
 """Dispatch requests: plan with the current state (`selection.next_stage`), then book the plan (`booking`)."""
 
-import dataclasses
-
 from msgspec.structs import replace
 
 from forebay.core.booking import abort, answer_query, book, enqueue, reject, release_kv
@@ -203,7 +201,7 @@ def move(world: World, request: ActiveRequest, endpoint: str) -> list[AnyDecisio
     """Book an external request at the worker whose server has it, or abort it if no ready worker has this server."""
     pool = world.pools[request.submitted.pool]
     chosen = {"worker_id": "", "rank": None, "allowed_workers": (), "required_taints": (), "endpoints": (endpoint,)}
-    view = dataclasses.replace(request.submitted, hints=replace(request.submitted.hints, **chosen))
+    view = replace(request.submitted, hints=replace(request.submitted.hints, **chosen))
     try:
         roster = filter_eligible(world.roster(pool.pool), world.fleet, pool, view)
         plan = evaluate(world, StageCandidates("aggregated", pool, roster, view, request.attempt))

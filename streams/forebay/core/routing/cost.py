@@ -12,10 +12,10 @@ Costs use only + - * / in the order written here, and decimal curves, so every m
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from decimal import Context, Decimal
 from functools import cached_property, lru_cache
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64
@@ -32,8 +32,7 @@ from forebay.events.requests import TaintWeight
 _DECIMAL = Context(prec=30)
 
 
-@dataclass(frozen=True, eq=False)
-class CostTable:
+class CostTable(msgspec.Struct, frozen=True, eq=False, dict=True):
     """Cost and cost terms of every candidate, in KV blocks and in roster order.
 
     The arrays are what a decision computes and hashes. The lists are for readers that look at single candidates.
@@ -133,8 +132,7 @@ class CostTable:
         return ScoredCandidate(worker_id=candidate.worker.spec.worker_id, rank=candidate.rank, terms=self.terms(at))
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True, eq=False):
     """Load that one request would put on a rank, and how much of its prompt each rank has cached.
 
     Attributes:

@@ -4,10 +4,11 @@
 them.
 """
 
-from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from forebay.core.routing.cost import CostTable
 from forebay.core.routing.eligibility import Ineligible
@@ -18,8 +19,7 @@ from forebay.events.decisions import PrefillPlace, ScoredCandidate, Stage
 from forebay.events.pools import PoolChoice
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StageCandidates:
+class StageCandidates(msgspec.Struct, frozen=True, eq=False):
     """Ranks that may take the next stage of a request.
 
     Attributes:
@@ -39,8 +39,7 @@ class StageCandidates:
     pools: tuple[PoolChoice, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, eq=False):
     """Rank that was selected for the next stage of a request, and the data that explains the selection.
 
     Attributes:
@@ -83,8 +82,7 @@ class Plan:
         return self.table.candidate(int(others.argmin()))
 
 
-@dataclass(frozen=True, slots=True)
-class QueuePlan:
+class QueuePlan(msgspec.Struct, frozen=True):
     """Place in the router's queue for a new request that no rank can take yet.
 
     Attributes:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -55,8 +56,7 @@ class Candidate:
     eviction_cost: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingRequest:
+class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     """Part of a request that routing may depend on.
 
     Attributes:
@@ -76,8 +76,7 @@ class RoutingRequest:
     lora_name: str = ""
 
 
-@dataclass(eq=False)
-class RoutingWorld:
+class RoutingWorld(msgspec.Struct, frozen=True, eq=False, dict=True):
     """State of the pool at the decision.
 
     The arrays have one element per candidate. A policy must not change them.

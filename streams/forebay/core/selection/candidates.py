@@ -1,7 +1,8 @@
 """Find the ranks that may take a request, by eligibility, session, load and stage. This module only reads the world."""
 
 from collections.abc import Iterable, Set
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from forebay.core.routing.eligibility import Ineligible, all_above_threshold, filter_eligible, filter_not_busy
 from forebay.core.state.roster import Roster, session_roster, suspect_roster_of

@@ -4,7 +4,7 @@ This module only reads the world. The policies are those of Dynamo's disaggregat
 disaggregation (isl_bounding, prefill_load, isl_or_load; classic: the rule of its first releases).
 """
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.plan import Plan, StageCandidates

@@ -5,7 +5,7 @@ pool whose rank is selected. Conditional disaggregation may compute the tables o
 and the plan keeps one of them.
 """
 
-from dataclasses import dataclass
+import msgspec
 
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.plan import Plan, QueuePlan, StageCandidates
@@ -30,8 +30,7 @@ from forebay.events.decisions import AbortReason
 CAUSE_CHARS_MAX = 500  # maximum length of a worker's error text in a journal record
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Options:
+class Options(msgspec.Struct, frozen=True, eq=False):
     """Candidates for a new request at this moment.
 
     Attributes:

@@ -13,10 +13,10 @@ If a stage is repeated, the worker of the last attempt is a candidate only if th
 """
 
 from array import array
-from dataclasses import replace
 from functools import lru_cache
 
 import msgspec
+from msgspec.structs import replace
 
 from forebay.core.routing.eligibility import Ineligible
 from forebay.core.routing.plan import StageCandidates

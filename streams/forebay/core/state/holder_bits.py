@@ -8,7 +8,6 @@ sweep. After the sweep the bits can be assigned again.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +18,6 @@ HolderKey = tuple[str, int]
 
 RETIRED_BITS_MAX = 64  # a sweep visits every run, so it must be rare; masks grow by the number of retired bits
 SWEEP_STEPS = 256  # per change: tens of microseconds; a sweep of 10**6 blocks ends within thousands of changes
-REMEMBERED_KEYS_MAX = 65_536  # a few megabytes; the masks in current use need far fewer
-DIGIT_VALUES = bytes.maketrans(b"01", b"\0\1")
 
 
 class HolderBits:
@@ -31,15 +28,13 @@ class HolderBits:
         taken: number of assignments so far, which changes whenever `keys` does.
     """
 
-    __slots__ = ("_remembered", "_remembered_keys", "_retired", "_sets", "keys", "live", "sweeping", "taken")
+    __slots__ = ("_retired", "_sets", "keys", "live", "sweeping", "taken")
 
     def __init__(self, sets: Sequence[BlockSets]) -> None:
         self._sets = sets
         self.keys: list[HolderKey] = []
         self.taken = 0
         self._retired = 0
-        self._remembered: dict[int, dict[HolderKey, None]] = {}
-        self._remembered_keys = 0
         self.live = 0
         self.sweeping = 0
 
@@ -50,8 +45,6 @@ class HolderBits:
         at = bit.bit_length() - 1
         self.keys[at : at + 1] = [key]
         self.taken += 1
-        self._remembered.clear()
-        self._remembered_keys = 0
         self.live |= bit
         return bit
 
@@ -79,20 +72,9 @@ class HolderBits:
     def key_of(self, bit: int) -> HolderKey:
         return self.keys[bit.bit_length() - 1]
 
-    def keys_of(self, mask: int) -> dict[HolderKey, None]:
-        """Return the holders of a mask, lowest bit first. The result is cached, so the caller must not change it."""
-        if not mask & (mask - 1):  # a single holder, of which there are many
-            return {self.key_of(mask): None}
-        keys = self._remembered.get(mask)
-        if keys is None:
-            digits = f"{mask:b}"[::-1]
-            keys = dict.fromkeys(compress(self.keys, digits.encode().translate(DIGIT_VALUES)))
-            self._remembered_keys += len(keys)
-            if self._remembered_keys > REMEMBERED_KEYS_MAX:
-                self._remembered.clear()
-                self._remembered_keys = len(keys)
-            self._remembered[mask] = keys
-        return keys
+    def keys_of(self, mask: int) -> list[HolderKey]:
+        """Return the holders of a mask, lowest bit first."""
+        return [self.keys[bit] for bit in bits_of(mask).tolist()]
 
 
 @lru_cache(maxsize=256)  # small fleets have few masks, and large ones share wide masks; at most some megabytes

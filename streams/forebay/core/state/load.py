@@ -107,9 +107,9 @@ class FleetLoad:
         # Starting at zero, a new rank would win every tie until its total caught up with the others.
         fewest = min((other.computed_tokens for other in self._ranks.values()), default=0)
         load = RankLoad(worker_id, rank, block_size, kv_blocks=kv_blocks)
-        load.enter(self._columns)
         self._compute(load, fewest)
         self._set_turnover(load, (now_us,))
+        load.enter(self._columns)
         self._ranks = dict(sorted([*self._ranks.items(), (key, load)], key=lambda item: item[0]))
         return load
 
@@ -169,7 +169,8 @@ class FleetLoad:
         )
         self._booked[request_id] = booked
         self._tickets[booked.ticket] = booked
-        rank.count(prefill_tokens, 1)
+        rank.prefill_tokens += prefill_tokens
+        rank.active_requests += 1
         before = rank.turnovers
         self._compute(rank, prefill_tokens)
         if steps := rank.turnovers - before:
@@ -179,13 +180,13 @@ class FleetLoad:
             self._hold(booked, as_block_array(blocks))
         else:
             booked.own = len(blocks)
-        rank.weigh(booked.own * BLOCK_UNITS)
+        _weigh(rank, booked.own * BLOCK_UNITS)
         self._sum_up(booked)
 
     def prefill_done(self, request_id: str) -> None:
         """Remove the prompt tokens of a request from the load of its rank, because the first token was generated."""
         booked = self._booked[request_id]
-        booked.rank.count(-booked.prefill_tokens, 0)
+        booked.rank.prefill_tokens -= booked.prefill_tokens
         booked.prefill_tokens = 0
         self._sum_up(booked)
 
@@ -206,7 +207,7 @@ class FleetLoad:
         expected = booked.expected_output_tokens
         if expected:
             booked.weight = BLOCK_UNITS * max(0, expected - output_tokens) // expected
-        booked.rank.weigh(booked.own * booked.weight - before)
+        _weigh(booked.rank, booked.own * booked.weight - before)
         self._sum_up(booked)
 
     def free(self, request_id: str) -> None:
@@ -214,9 +215,11 @@ class FleetLoad:
         booked = self._booked.pop(request_id)
         self._sum -= booked.term
         rank = booked.rank
-        rank.count(-booked.prefill_tokens, -1)
-        rank.weigh(-booked.own * booked.weight)
+        rank.prefill_tokens -= booked.prefill_tokens
+        rank.active_requests -= 1
+        _weigh(rank, -booked.own * booked.weight)
         self._release(booked)
+        rank.publish()
         del self._tickets[booked.ticket]
 
     def report(self, event: LoadReported) -> None:
@@ -229,7 +232,10 @@ class FleetLoad:
         The copy is not part of the digest and of snapshots, because the index is.
         """
         load = self._ranks[key]
-        load.set_cached(blocks, next_tier)
+        load.cached_blocks, load.next_tier = blocks, next_tier
+        free = load.kv_blocks - blocks
+        load.free_blocks = free if free >= 0 else UNKNOWN_BLOCKS
+        load.publish()
         if TIGHT_SHARE * load.free_blocks < load.kv_blocks:
             self.tight.add(key)
         else:
@@ -323,6 +329,7 @@ class FleetLoad:
                 rank = self._ranks[chunk.worker_id, chunk.rank]
                 self._compute(rank, chunk.tokens - rank.computed_tokens)
                 self._set_turnover(rank, chunk.turnover_us or (0,))
+                rank.publish()
             case _:
                 assert_never(chunk)
 
@@ -332,26 +339,26 @@ class FleetLoad:
         self._sum += _costs_term(rank)
 
     def _compute(self, rank: RankLoad, tokens: int) -> None:
-        rank.compute(tokens)
+        rank.computed_tokens += tokens
         self._sum += rank.salt * tokens
 
     def _set_turnover(self, rank: RankLoad, times_us: tuple[int, ...]) -> None:
         term = 0 if times_us == (0,) else digest_of(rank.worker_id, rank.rank, "turnover", times_us)
         self._sum += term - rank.turnover_term
-        rank.turnover_term = term
-        rank.set_turnover(times_us)
+        rank.turnover_us, rank.turnover_term = times_us, term
 
     def _take_report(self, reported: Reported) -> None:
         rank = self._ranks[reported.worker_id, reported.rank]
         term = digest_of(*astuple(reported))
         self._sum += term - rank.reported_term
-        rank.reported_term = term
-        rank.set_reported(reported)
+        rank.reported, rank.reported_term = reported, term
+        rank.publish()
 
     def _sum_up(self, booked: _ActiveBooking) -> None:
         term = _booking_term(booked)
         self._sum += term - booked.term
         booked.term = term
+        booked.rank.publish()
 
     def _hold(self, booked: _ActiveBooking, blocks: "array[int]") -> None:
         """Add a request to the nodes of its prompt, splitting the node that it matches partly."""
@@ -380,7 +387,7 @@ class FleetLoad:
             # The only request of the node shares it now, so its blocks count in full.
             owner = self._tickets[count_before - _ONE]
             owner.own -= size
-            booked.rank.weigh(size * (BLOCK_UNITS - owner.weight))
+            _weigh(booked.rank, size * (BLOCK_UNITS - owner.weight))
         node.references[booked.key] = count_before + _ONE + booked.ticket
         node.requests += 1
 
@@ -395,7 +402,7 @@ class FleetLoad:
         if count_left < 2 * _ONE:
             owner = self._tickets[count_left - _ONE]
             owner.own += len(node.blocks)
-            booked.rank.weigh(len(node.blocks) * (owner.weight - BLOCK_UNITS))
+            _weigh(booked.rank, len(node.blocks) * (owner.weight - BLOCK_UNITS))
 
     def _release(self, booked: _ActiveBooking) -> None:
         """Remove a request from the nodes of its prompt, joining nodes that only it kept separate."""
@@ -437,6 +444,11 @@ def _join(node: _Node) -> None:
     child.blocks = node.blocks + child.blocks
     child.parent = node.parent
     node.parent.children[child.blocks[0]] = child
+
+
+def _weigh(rank: RankLoad, units: int) -> None:
+    rank.units += units
+    rank.decode_blocks = rank.units / BLOCK_UNITS
 
 
 def _costs_term(rank: RankLoad) -> int:

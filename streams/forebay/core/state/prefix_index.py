@@ -198,15 +198,7 @@ class PrefixIndex:
 
     def overlaps(self, query: Sequence[int]) -> dict[HolderKey, Overlap]:
         """Return how many leading blocks of a prompt each rank has cached. Ranks without such blocks are omitted."""
-        groups, every = self.overlap_groups(query), 0
-        for mask, _ in groups:
-            every |= mask
-        # The mask of all ranks with blocks is the same for many queries, so its keys are remembered. Most ranks share
-        # the first blocks, and few have more.
-        found = dict.fromkeys(self.bits.keys_of(every), groups[0][1]) if groups else {}
-        for mask, overlap in groups[1:]:
-            found.update(dict.fromkeys(self.bits.keys_of(mask), overlap))
-        return found
+        return {key: overlap for mask, overlap in self.overlap_groups(query) for key in self.bits.keys_of(mask)}
 
     def overlap_groups(self, query: Sequence[int]) -> list[tuple[int, Overlap]]:
         """Like `overlaps`, but return the mask of the ranks with each overlap, as in `bits`."""

@@ -33,32 +33,27 @@ class LoadColumns:
     time of `turnover_us`. Token and block counts are far below 2**53, so that they are exact as floats.
     """
 
-    __slots__ = (
-        "_free",
-        "active_requests",
-        "began_us",
-        "cached_blocks",
-        "computed_tokens",
-        "decode_blocks",
-        "free_blocks",
-        "lower_tier",
-        "prefill_tokens",
-        "reported_waiting",
-    )
+    prefill_tokens: NDArray[np.float64]
+    decode_blocks: NDArray[np.float64]
+    active_requests: NDArray[np.int64]
+    computed_tokens: NDArray[np.int64]
+    reported_waiting: NDArray[np.int64]
+    cached_blocks: NDArray[np.int64]
+    free_blocks: NDArray[np.int64]
+    lower_tier: NDArray[np.int64]
+    began_us: NDArray[np.int64]
 
     def __init__(self) -> None:
         self._free: list[int] = []
-        self.prefill_tokens: NDArray[np.float64] = np.zeros(0)
-        self.decode_blocks: NDArray[np.float64] = np.zeros(0)
-        self.active_requests, self.computed_tokens, self.reported_waiting = np.zeros((3, 0), np.int64)
-        self.cached_blocks, self.free_blocks, self.lower_tier, self.began_us = np.zeros((4, 0), np.int64)
+        for name in self.__annotations__:
+            setattr(self, name, np.zeros(0, np.float64 if name in ("prefill_tokens", "decode_blocks") else np.int64))
 
     def take_slot(self) -> int:
         """Return the lowest free slot."""
         if not self._free:
             size = len(self.began_us)
             self._free = list(range(size, 2 * size + 8))
-            for name in self.__slots__[1:]:
+            for name in self.__annotations__:
                 setattr(self, name, np.resize(getattr(self, name), 2 * size + 8))
         return heappop(self._free)
 
@@ -130,45 +125,20 @@ class RankLoad:
     def enter(self, columns: LoadColumns) -> None:
         """Take a slot in `columns`, and copy the load there."""
         self.columns, self.slot = columns, columns.take_slot()
-        self.count(0, 0)
-        self.weigh(0)
-        self.compute(0)
-        self.set_turnover(self.turnover_us)
-        self.set_reported(self.reported)
-        self.set_cached(self.cached_blocks, self.next_tier)
+        self.publish()
 
-    def count(self, prefill_tokens: int, requests: int) -> None:
-        """Add prompt tokens to compute and active requests, or remove them if negative."""
-        self.prefill_tokens += prefill_tokens
-        self.active_requests += requests
+    def publish(self) -> None:
+        """Copy what costs read to the columns. Every method of `FleetLoad` that changes the load must call this."""
         columns, slot = self.columns, self.slot
-        columns.prefill_tokens[slot], columns.active_requests[slot] = self.prefill_tokens, self.active_requests
-
-    def weigh(self, units: int) -> None:
-        """Add to `units`."""
-        self.units += units
-        self.decode_blocks = self.units / BLOCK_UNITS
-        self.columns.decode_blocks[self.slot] = self.decode_blocks
-
-    def compute(self, tokens: int) -> None:
-        self.computed_tokens += tokens
-        self.columns.computed_tokens[self.slot] = self.computed_tokens
-
-    def set_turnover(self, times_us: tuple[int, ...]) -> None:
-        self.turnover_us = times_us
-        self.columns.began_us[self.slot] = times_us[0]
-
-    def set_reported(self, reported: Reported | None) -> None:
-        self.reported = reported
-        self.columns.reported_waiting[self.slot] = 0 if reported is None else reported.waiting
-
-    def set_cached(self, blocks: int, next_tier: LowerTier | None) -> None:
-        free = self.kv_blocks - blocks
-        self.cached_blocks, self.next_tier = blocks, next_tier
-        self.free_blocks = free if free >= 0 else UNKNOWN_BLOCKS
-        columns, slot = self.columns, self.slot
-        columns.cached_blocks[slot], columns.free_blocks[slot] = blocks, self.free_blocks
-        columns.lower_tier[slot] = LOWER_TIERS.index(next_tier)
+        columns.prefill_tokens[slot] = self.prefill_tokens
+        columns.decode_blocks[slot] = self.decode_blocks
+        columns.active_requests[slot] = self.active_requests
+        columns.computed_tokens[slot] = self.computed_tokens
+        columns.reported_waiting[slot] = 0 if self.reported is None else self.reported.waiting
+        columns.cached_blocks[slot] = self.cached_blocks
+        columns.free_blocks[slot] = self.free_blocks
+        columns.lower_tier[slot] = LOWER_TIERS.index(self.next_tier)
+        columns.began_us[slot] = self.turnover_us[0]
 
 
 def kv_blocks_of(spec: WorkerSpec) -> int:

@@ -7,9 +7,11 @@ nothing. When a request ends, only hashes of its id and content are kept, for as
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Any, assert_never
+
+from msgspec.structs import replace
 
 from forebay.core.phases import BEFORE_RESPONSE, Phase
 from forebay.core.state.active_request import ActiveRequest, request_term
@@ -38,7 +40,7 @@ KEEP_KEY_US = 86_400_000_000  # a client may repeat a finished request for a day
 # 24 h at three keys per second. A snapshot copies all keys, 6 MB, at one moment; they take 35 MB of memory.
 FINISHED_KEYS_MAX = 1 << 18
 KEY_SEED = 1  # separates keys from ids in the digest
-SUBMITTED_FIELDS = [name for name in RequestState.__struct_fields__ if name in SubmittedRequest.__slots__]
+SUBMITTED_FIELDS = [name for name in RequestState.__struct_fields__ if name in SubmittedRequest.__struct_fields__]
 STAGE_FIELDS = [name for name in RequestState.__struct_fields__ if name in ActiveRequest.__slots__]
 
 

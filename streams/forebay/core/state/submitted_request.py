@@ -1,8 +1,9 @@
 """Request as a client submitted it, built from an event. It never changes while the request is active."""
 
 from array import array
-from dataclasses import dataclass, replace
 
+import msgspec
+from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from forebay.core.state_machine import digest_of
@@ -10,8 +11,7 @@ from forebay.events.base import array_u64
 from forebay.events.requests import Delivery, RequestSubmitted, RouteQueried, RoutingHints, Task, reply_key_of
 
 
-@dataclass(frozen=True, slots=True)
-class SubmittedRequest:
+class SubmittedRequest(msgspec.Struct, frozen=True):
     """Request as a client submitted it. `RequestState` describes the fields that a snapshot has.
 
     For the routing of one stage there is a changed copy, see `forebay.core.selection.stages`.

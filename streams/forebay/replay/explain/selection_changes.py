@@ -7,11 +7,11 @@ the selection does not change back further away.
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from forebay.core.routing.cost import Demand
 from forebay.core.routing.eligibility import Ineligible
