@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -77,10 +78,12 @@ async def measure(args: argparse.Namespace, variant: str, delay_ms: float, found
         for number, (speedup, cases) in enumerate(selected(args.case).items()):
             async with forebay(running, found.verified, speedup=speedup, plan=plan, leader=leader) as system:
                 if not number:
-                    await run_case(system, MANY, Run(), requests=WARM_UP)
+                    with contextlib.suppress(SystemExit):  # brokers that have just started may respond too late
+                        await run_case(system, MANY, Run(), requests=WARM_UP)
                 if speedup == FAST and args.idle:
                     await measure_idle(running, system, found)
                 for case in cases:
+                    sys.stderr.write(f"  {case}, load {os.getloadavg()[0]:.1f}\n")
                     await run_case(system, case, found.ours[case], requests=REQUESTS[case])
 
 
@@ -95,7 +98,7 @@ def report(found: dict[str, Measured], args: argparse.Namespace) -> None:
         if case in HOP_CASES:
             print_hops(runs)
     for variant, measured in found.items():
-        idle = f"; idle: {measured.idle} % of a core" if measured.idle else ""
+        idle = f"; idle: {statistics.median(measured.idle):.1f} % of a core" if measured.idle else ""
         print(f"\n{variant}: {measured.verified}{idle}")
 
 
