@@ -109,6 +109,7 @@ class ChatTemplate:
     def __init__(self, source: str, special: Mapping[str, str], placeholders: Mapping[Any, str]) -> None:
         self.source = source
         self._template = ENVIRONMENT.from_string(source)
+        self._template.globals = dict(self._template.globals)  # each rendering copies them, a ChainMap slowly
         self._special = special
         self._placeholders = placeholders
         self._forms: Sequence[_Form] = (_Form(),)

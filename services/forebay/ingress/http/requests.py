@@ -119,7 +119,7 @@ async def respond(request: Request, models: ServedModels, finder: RequestFinder,
             replies_early = bool(body.background and not body.stream)
         prepared = await model.prepare(body, request.headers.items(), name, caller)
         add_fields(request.scope, model=body.model)
-        run = _Run(request.url.path, model, finder, prepared, began_s, body.outlives, replies_early)
+        run = _Run(request.scope["path"], model, finder, prepared, began_s, body.outlives, replies_early)
     return await run.submit(request_id, idempotency)
 
 
@@ -137,7 +137,7 @@ async def respond_to_call(request: Request, models: ServedModels, finder: Reques
         model.group.require_capacity("endpoints", caller.tenant)
         prepared = await model.prepare_call(name, raw or b"null", request.headers.items(), caller)
         idempotency = idempotency_of(request, raw)
-        run = _Run(request.url.path, model, finder, [prepared], began_s, outlives=False, replies_early=False)
+        run = _Run(request.scope["path"], model, finder, [prepared], began_s, outlives=False, replies_early=False)
     return await run.submit(request_id, idempotency)
 
 
