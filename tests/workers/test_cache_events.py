@@ -28,7 +28,7 @@ from forebay.events.kv import (
     StoreKvEvent,
 )
 from forebay.events.metrics import TierCost, TierCosts, TierCostsMeasured
-from forebay.events.topics import KV_EVENTS, METRICS
+from forebay.events.topics import KV_EVENTS, METRICS, PROGRESS, TOKENS
 from forebay.events.work import ReannounceCache
 from forebay.transport.base import Draft, LogError
 from forebay.transport.sqlite.log import SqliteLog
@@ -271,6 +271,27 @@ async def test_unknown_rank_is_not_reannounced(scene: Scene) -> None:
     assert scene.kv() == []
 
 
+class OrderLog(FaultyLog):
+    """Log that notes the topics of each append of a worker, and those of the records that follow."""
+
+    def __init__(self, log: SqliteLog) -> None:
+        super().__init__(log, crash_after=sys.maxsize)
+        self.topics: set[str] = set()
+        self.following: set[str] = set()
+
+    def append_soon(self, drafts: Sequence[Draft], then: Sequence[Draft] = ()) -> None:
+        self.topics.update(draft.topic for draft in drafts)
+        self.following.update(draft.topic for draft in then)
+        super().append_soon(drafts, then)
+
+
+async def test_all_other_records_of_a_batch_follow_its_tokens(scene: Scene, log: SqliteLog) -> None:
+    order = OrderLog(log)
+    async with scene.serving(scene.worker(log=order)):
+        await scene.finish("a", [1] * 8, 1)
+    assert (order.topics, order.following) == ({TOKENS.name}, {KV_EVENTS.name, METRICS.name, PROGRESS.name})
+
+
 class RefusingLog(FaultyLog):
     """Log that rejects every append with KV events, from one append on."""
 
@@ -279,7 +300,7 @@ class RefusingLog(FaultyLog):
         self.refusing = False
 
     def append_soon(self, drafts: Sequence[Draft], then: Sequence[Draft] = ()) -> None:
-        if self.refusing and any(draft.topic == KV_EVENTS.name for draft in drafts):
+        if self.refusing and any(draft.topic == KV_EVENTS.name for draft in (*drafts, *then)):
             raise LogError("not taken")
         super().append_soon(drafts, then)
 

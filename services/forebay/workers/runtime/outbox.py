@@ -1,7 +1,7 @@
 """Encode the output of an engine as log records. Performs no I/O.
 
-The records of one engine batch are ordered: changes of the cache, then tokens and ends of responses, then progress
-events, which `append_output` appends once the tokens are durable.
+Of the records of one engine batch, `append_output` appends tokens and ends of responses first, and all others, such as
+changes of the cache and progress events, once these are durable.
 """
 
 from collections.abc import Sequence
@@ -399,14 +399,13 @@ def _draft(topic: Topic, partition: int, event: Event) -> Draft:
 
 
 def append_output(log: Log, drafts: Sequence[Draft]) -> None:
-    """Append records without waiting. Those on `progress` follow once those on `tokens` are durable.
+    """Append records without waiting. Those on other topics follow those on `tokens` once these are durable.
 
     On Kafka each partition acknowledges its records independently. If a worker died after the owner had read the end of
     a request on `progress`, but before its last tokens were durable, nobody would continue the response, and its client
-    would wait until the deadline. Raises LogError if the log has failed.
+    would wait until the deadline. Changes of the cache and load reports could be appended at once. They follow, too, so
+    that they share a request with `progress`. Raises LogError if the log has failed.
     """
     tokens = [draft for draft in drafts if draft.topic == TOKENS.name]
-    progress = [draft for draft in drafts if draft.topic == PROGRESS.name]
-    if len(tokens) + len(progress) < len(drafts):
-        log.append_soon([draft for draft in drafts if draft.topic not in (TOKENS.name, PROGRESS.name)])
-    log.append_soon(tokens, then=progress)
+    others = [draft for draft in drafts if draft.topic != TOKENS.name]
+    log.append_soon(tokens, then=others)

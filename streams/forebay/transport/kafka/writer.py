@@ -25,9 +25,8 @@ logger = logging.getLogger(__name__)
 RECORD_BYTES_MAX = 16 << 20  # the configured maximum message size of the topics
 BATCH_RECORDS_MAX = 10_000
 BATCH_BYTES_MAX = 1 << 20  # a larger record gets a batch of its own
-# Records of these topics are not latency-critical. They wait until the tokens of the same engine step are sent, and so
-# fill larger batches.
-LINGER_S = {PROGRESS.name: 0.002, KV_EVENTS.name: 0.005, METRICS.name: 0.005}
+# Records of these topics are not latency-critical. They wait equally long, so those of an engine step share a request.
+LINGER_S = dict.fromkeys((PROGRESS.name, KV_EVENTS.name, METRICS.name), 0.002)
 HEADROOM_BYTES = 1 << 16  # for batch and record headers within the maximum message size
 # Maximum bytes of records that wait while the broker is unreachable, including those that follow other records.
 BUFFER_BYTES_MAX = 256 << 20
