@@ -7,15 +7,13 @@ reader) fetches some or all of these blocks into its own slots, and notifies the
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
+from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[np.uint8]]
-    Numbers = np.ndarray[Any, np.dtype[np.int64]]  # block numbers
+Array = np.ndarray[Any, np.dtype[np.uint8]]
+Numbers = np.ndarray[Any, np.dtype[np.int64]]  # block numbers
 
 # Upper bounds of fetch durations in seconds; `fetch_s` ends a fetch after 10 s.
 BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

@@ -4,7 +4,7 @@ NIXL accepts damaged metadata, and its own format for lists of memory is a pickl
 numbers and a checksum, and all fields are checked here before NIXL uses them.
 """
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -17,8 +17,7 @@ from forebay.events.transfer import DESCRIPTOR_BYTES_MAX, Prefilled
 from forebay.workers.kv_transfer.api import NIXL
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 
-if TYPE_CHECKING:
-    Slots = np.ndarray[Any, np.dtype[np.int32]]
+Slots = np.ndarray[Any, np.dtype[np.int32]]
 
 SLOTS_MAX = 1 << 20  # a reader prepares a list of all slots of a holder: about 64 MB at this number
 OFFERS_MAX = 4096  # offers of a worker at the same time; each has a generation word
@@ -65,7 +64,7 @@ def encode_location(place: BlockLocation) -> bytes:
     return body + xxh3_64_digest(body)
 
 
-def slots_of(place: BlockLocation) -> "Slots":
+def slots_of(place: BlockLocation) -> Slots:
     """Return the slot numbers of the offered blocks, in order."""
     return np.frombuffer(place.blocks, dtype="<u4").astype(np.int32)
 

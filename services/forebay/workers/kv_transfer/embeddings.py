@@ -7,7 +7,9 @@ implements leases, time limits, quarantine of memory and generation checks in th
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from forebay.events.media import Encoded
 from forebay.workers.engine import EngineError
@@ -15,10 +17,7 @@ from forebay.workers.kv_transfer.api import FreeReason, Stats
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.kv_transfer.transport import FETCH_S, FetchLimiter, KvTransport, open_transport
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[Any]]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 ARENA_BYTES = 256 << 20  # per worker: thousands of images of a thousand tokens; untouched memory uses no RAM
 BLOCK_BYTES = 64 << 10  # a descriptor has room for the blocks of the whole arena
@@ -52,19 +51,17 @@ class EmbeddingTransfer:
     def waiting(self) -> int:
         return len(self._offered)
 
-    async def offer(self, array: "Array") -> Encoded:
+    async def offer(self, array: Array) -> Encoded:
         """Keep a copy of an array until it is fetched or its lease ends, and return its descriptor.
 
         Raises TransferError if the array is empty or has an unsupported dtype, or the arena has no room for it.
         """
-        import numpy  # noqa: PLC0415 - an extra
-
         dtype = array.dtype.name
         if not array.nbytes or dtype not in DTYPES:
             raise TransferError(f"cannot offer {array.nbytes} bytes of dtype {dtype}")
         transport = await self._transport()
         blocks = self._take(array.nbytes)
-        raw = numpy.ascontiguousarray(array).view(numpy.uint8).reshape(-1)
+        raw = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
         for part, block in _parts(raw, blocks):
             transport.memory.view(block)[: len(part)] = part
         self._offers += 1
@@ -78,14 +75,12 @@ class EmbeddingTransfer:
         assert offer.checksum is not None
         return Encoded(descriptor=offer.descriptor, shape=array.shape, dtype=dtype, checksum=offer.checksum)
 
-    async def read(self, encoded: Encoded) -> "Array":
+    async def read(self, encoded: Encoded) -> Array:
         """Return a copy of an array that another worker offers.
 
         Raises TransferError if that fails or a checksum is wrong.
         """
-        import numpy  # noqa: PLC0415 - an extra
-
-        array = numpy.empty(_size(encoded), dtype=numpy.uint8)
+        array = np.empty(_size(encoded), dtype=np.uint8)
         transport = await self._transport()
         reserved = _block_count(len(array)) * BLOCK_BYTES
         await self._wait_for_room(reserved)
@@ -161,17 +156,15 @@ def _block_count(size: int) -> int:
     return -(-size // BLOCK_BYTES)
 
 
-def _parts(raw: "Array", blocks: Sequence[int]) -> list[tuple["Array", int]]:
+def _parts(raw: Array, blocks: Sequence[int]) -> list[tuple[Array, int]]:
     return [(raw[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES], block) for at, block in enumerate(blocks)]
 
 
 def _size(encoded: Encoded) -> int:
     """Return the size of an array in bytes. Raises TransferError for an unsupported dtype or a size above the limit."""
-    import numpy  # noqa: PLC0415 - an extra
-
     if encoded.dtype not in DTYPES:
         raise TransferError(f"unsupported dtype {encoded.dtype}", "refused")
-    size = numpy.dtype(encoded.dtype).itemsize
+    size = np.dtype(encoded.dtype).itemsize
     for extent in encoded.shape:
         size *= extent
     if not 0 < size <= ARENA_BYTES:

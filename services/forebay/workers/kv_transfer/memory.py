@@ -13,7 +13,7 @@ import mmap
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -21,13 +21,9 @@ from xxhash import xxh3_64_intdigest
 from forebay import runtime
 from forebay.events.base import hex_digest, pack_u32, pack_u64
 from forebay.workers.engine import EngineError
-from forebay.workers.kv_transfer.api import FreeReason, Offer, OnFree, Stats
-from forebay.workers.kv_transfer.descriptor import OFFERS_MAX, SLOTS_MAX, BlockLocation, encode_location
+from forebay.workers.kv_transfer.api import Array, FreeReason, Numbers, Offer, OnFree, Stats
+from forebay.workers.kv_transfer.descriptor import OFFERS_MAX, SLOTS_MAX, BlockLocation, Slots, encode_location
 from forebay.workers.kv_transfer.nixl_agent import TransferError
-
-if TYPE_CHECKING:
-    from forebay.workers.kv_transfer.api import Array, Numbers
-    from forebay.workers.kv_transfer.descriptor import Slots
 
 WORD_BYTES = 8
 READS_MAX = 256  # concurrent reads, including abandoned ones
@@ -73,19 +69,19 @@ class Arena:
         self._marks = np.zeros(blocks, dtype=np.int32)
         self._promised = 0
 
-    def view(self, block: int) -> "Array":
+    def view(self, block: int) -> Array:
         """Return the writable bytes of a block. Raises IndexError for an invalid block number."""
         if block < 0:
             raise IndexError(f"block {block} does not exist")
         row: Array = self._rows[self._slot_of[block]]
         return row
 
-    def row(self, slot: int) -> "Array":
+    def row(self, slot: int) -> Array:
         """Return the bytes of a slot. Unlike `view`, the argument is the number of a slot, not of a block."""
         row: Array = self._rows[slot]
         return row
 
-    def numbers(self, blocks: Sequence[int]) -> "Numbers":
+    def numbers(self, blocks: Sequence[int]) -> Numbers:
         """Return block numbers as an array. Raises TransferError with reason `refused` for an invalid block number."""
         packed = array("q", blocks)  # twice as fast as numpy with lists
         numbers: Numbers = np.frombuffer(packed, dtype=np.int64) if packed else np.empty(0, dtype=np.int64)
@@ -93,12 +89,12 @@ class Arena:
             raise TransferError(f"invalid block number: this worker has blocks 0 to {self.blocks - 1}", "refused")
         return numbers
 
-    def distinct(self, numbers: "Numbers") -> bool:
+    def distinct(self, numbers: Numbers) -> bool:
         places = np.arange(len(numbers), dtype=np.int32)
         self._marks[numbers] = places
         return bool((self._marks[numbers] == places).all())
 
-    def slots_of(self, numbers: "Numbers") -> "Slots":
+    def slots_of(self, numbers: Numbers) -> Slots:
         slots: Slots = self._slot_of[numbers]
         return slots
 
@@ -114,13 +110,13 @@ class Arena:
     def unreserve(self, count: int) -> None:
         self._promised -= count
 
-    def quarantine(self, numbers: "Numbers") -> "Slots":
+    def quarantine(self, numbers: Numbers) -> Slots:
         """Replace the slots of these blocks by reserved spare slots. Return the old ones, for `restore_spares`."""
         kept = self.slots_of(numbers)
         self._slot_of[numbers] = [self._spare.pop() for _ in range(len(numbers))]
         return kept
 
-    def restore_spares(self, slots: "Slots") -> None:
+    def restore_spares(self, slots: Slots) -> None:
         """Make quarantined slots spare again, because nothing writes to them any more."""
         self._spare += slots.tolist()
 
@@ -139,7 +135,7 @@ class HeldOffer:
     request_id: str
     word: int
     generation: int
-    slots: "Slots"
+    slots: Slots
     until_s: float
 
 

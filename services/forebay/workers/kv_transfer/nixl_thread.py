@@ -20,16 +20,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from forebay.workers.kv_transfer.descriptor import OFFERS_MAX, BlockLocation, slots_of
+from forebay.workers.kv_transfer.descriptor import OFFERS_MAX, BlockLocation, Slots, slots_of
 from forebay.workers.kv_transfer.memory import READS_MAX, WORD_BYTES, Arena, words_offset
 from forebay.workers.kv_transfer.nixl_agent import LOCAL, TransferError, open_agent, remote_name
-
-if TYPE_CHECKING:
-    from forebay.workers.kv_transfer.descriptor import Slots
 
 PEERS_MAX = 256  # connected holders; beyond that the least recently used one is disconnected
 AGENTS_MAX = 4  # agents of a worker; each further one replaces connections that hang
@@ -196,7 +193,7 @@ class Read:
 
     peers: Peers
 
-    def __init__(self, place: BlockLocation, theirs: "Slots", ours: "Slots", *, notify: bool) -> None:
+    def __init__(self, place: BlockLocation, theirs: Slots, ours: Slots, *, notify: bool) -> None:
         self.place = place
         self.abandoned = False
         self._theirs = theirs

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
 
@@ -19,15 +18,11 @@ from forebay.events.base import unpack_u64
 from forebay.events.media import Encoded
 from forebay.events.transfer import Prefilled
 from forebay.workers.engine import EngineError
-from forebay.workers.kv_transfer.api import FetchedKv, FreeReason, Offer, OnFree, Stats
-from forebay.workers.kv_transfer.descriptor import BlockLocation, decode_location, slots_of
+from forebay.workers.kv_transfer.api import FetchedKv, FreeReason, Numbers, Offer, OnFree, Stats
+from forebay.workers.kv_transfer.descriptor import BlockLocation, Slots, decode_location, slots_of
 from forebay.workers.kv_transfer.memory import Arena, KvOffers
 from forebay.workers.kv_transfer.nixl_agent import TransferError, load_nixl
 from forebay.workers.kv_transfer.nixl_thread import DROPPED, FETCHED, NixlThread, Read
-
-if TYPE_CHECKING:
-    from forebay.workers.kv_transfer.api import Numbers
-    from forebay.workers.kv_transfer.descriptor import Slots
 
 FETCHES_MAX = 16  # more fetches would share one thread and memory bus, and each would end later
 BYTES_MAX = 1 << 30  # a larger fetch runs alone
@@ -225,7 +220,7 @@ class KvTransport:
         self._offers.close()
         await asyncio.to_thread(self.thread.stop)  # keeps memory to which transfers may still write
 
-    def _checked(self, place: BlockLocation, first: int, into: Sequence[int]) -> "Numbers":
+    def _checked(self, place: BlockLocation, first: int, into: Sequence[int]) -> Numbers:
         if not 0 <= first <= place.count or len(into) != place.count - first:
             raise TransferError(
                 f"{place.agent} offers {place.count} blocks; to read from block {first} on,"
@@ -237,7 +232,7 @@ class KvTransport:
             raise TransferError("got the same slot for two blocks", "refused")
         return numbers
 
-    async def _within_deadline(self, place: BlockLocation, first: int, into: "Numbers") -> int:
+    async def _within_deadline(self, place: BlockLocation, first: int, into: Numbers) -> int:
         try:
             async with asyncio.timeout(self.fetch_s) as deadline:
                 self._deadlines.add(deadline)
@@ -255,7 +250,7 @@ class KvTransport:
             text = f"the blocks of {place.agent} did not arrive within {self.fetch_s:g} s"
             raise TransferError(text, "deadline") from error
 
-    async def _in_turn(self, place: BlockLocation, first: int, into: "Numbers") -> int:
+    async def _in_turn(self, place: BlockLocation, first: int, into: Numbers) -> int:
         size = len(into) * self.memory.block_bytes
         await self._gate.enter(size)
         try:
@@ -263,7 +258,7 @@ class KvTransport:
         finally:
             self._gate.leave(size)
 
-    async def _read(self, place: BlockLocation, first: int, into: "Numbers") -> int:
+    async def _read(self, place: BlockLocation, first: int, into: Numbers) -> int:
         if not len(into):
             self.thread.notify(place, FETCHED)
             return 0
@@ -285,7 +280,7 @@ class KvTransport:
             f"{len(into)} blocks of {place.agent} still have wrong checksums after {RETRIES_MAX} retries", "corrupt"
         )
 
-    async def _read_once(self, place: BlockLocation, theirs: "Slots", into: "Numbers", *, notify: bool) -> None:
+    async def _read_once(self, place: BlockLocation, theirs: Slots, into: Numbers, *, notify: bool) -> None:
         """Read the blocks, then the generation word, which shows whether the holder kept the blocks.
 
         If the caller cancels this coroutine during the read, the slots of the blocks are quarantined.
@@ -304,7 +299,7 @@ class KvTransport:
         finally:
             self.memory.unreserve(len(into))
 
-    def _wrong(self, slots: "Slots", sums: Sequence[int]) -> list[int]:
+    def _wrong(self, slots: Slots, sums: Sequence[int]) -> list[int]:
         found = [xxh3_64_intdigest(self.memory.row(slot).data) for slot in slots.tolist()]
         return [number for number, (ours, theirs) in enumerate(zip(found, sums, strict=True)) if ours != theirs]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 from weakref import WeakValueDictionary
 
 from xxhash import xxh3_64_intdigest
@@ -27,13 +27,10 @@ from forebay.events.fleet import WorkerSpec
 from forebay.events.transfer import KvLayout, Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import EngineError
-from forebay.workers.kv_transfer.api import FetchedKv, FreeReason, Stats
+from forebay.workers.kv_transfer.api import Array, FetchedKv, FreeReason, Stats
 from forebay.workers.kv_transfer.memory import Arena
 from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name
 from forebay.workers.kv_transfer.transport import LEASE_S, KvTransport, open_transport
-
-if TYPE_CHECKING:
-    from forebay.workers.kv_transfer.api import Array
 
 BYTES_PER_US = 64_000  # of modelled transfers: 64 GB/s, as in Dynamo's mocker
 OnEnd = Callable[[str], None]
@@ -325,7 +322,7 @@ def block_names(item: WorkItem, block_size: int) -> list[int]:
     return names
 
 
-def seen_in(blocks: Sequence["Array"], names: Sequence[int]) -> int:
+def seen_in(blocks: Sequence[Array], names: Sequence[int]) -> int:
     """Return the hash of images and videos that fetched blocks contain; another number if any byte is wrong.
 
     `names` are the hashes from `block_names`.

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -65,11 +65,8 @@ from forebay.workers.kv_tiers.identity import BlockName, KvIdentity
 from forebay.workers.kv_tiers.offload_manager import OffloadManager
 from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.kv_tiers.transfers import LoadResult
-from forebay.workers.kv_transfer.api import FetchedKv
+from forebay.workers.kv_transfer.api import Array, FetchedKv
 from forebay.workers.kv_transfer.nixl_agent import TransferError
-
-if TYPE_CHECKING:
-    from forebay.workers.kv_transfer.api import Array
 
 LAYOUT = "forebay-mock-3"  # another number is needed when the bytes or the keys of blocks change
 KEY_WORDS = 4
