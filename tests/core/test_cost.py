@@ -62,7 +62,7 @@ def test_the_worked_examples_of_the_router_design() -> None:
     """Dynamo docs, router design: of costs 18, 10 and 11 the second wins."""
     seats = roster(a=(0, 10, 1), b=(0, 5, 1), c=(0, 9, 1))
     found = table(seats, 640, overlaps={("a", 0): Overlap(2), ("b", 0): Overlap(5), ("c", 0): Overlap(8)})
-    assert found.prefill_blocks == [10.0] * 3
+    assert found.columns[1].tolist() == [10.0] * 3
     assert found.costs == [18.0, 10.0, 11.0]
     assert lowest(found.columns[0], seed=1) == 1
 
@@ -104,7 +104,7 @@ def test_prefill_that_is_not_tracked_costs_nothing_and_the_credit_is_for_decode_
     untracked: dict[str, Any] = {"overlaps": {("b", 0): Overlap(4)}, "track_prefill_tokens": False}
     found = table(seats, 640, 10, overlap_score_credit_decay=1.0, **untracked)
     assert found.costs == [13.0, 9.0]
-    assert found.prefill_blocks == [0.0, 0.0]
+    assert found.columns[1].tolist() == [0.0, 0.0]
     assert table(seats, 640, 10, decode_active_request_weight=0.5, **untracked).costs == [13.5, 9.5]
     assert table(seats, 640, 10, overlap_score_credit=0.0, **untracked).costs == [13.0, 13.0]
     assert table(seats, 640, overlap_score_credit=2.0, **untracked).costs == [3.0, 0.0]
@@ -192,7 +192,8 @@ def credit(costs: TierCosts | None, overlap: Overlap = BOTH, **changes: Any) -> 
 
 def credits_of(costs: dict[str, TierCosts | None], overlap: Overlap, **changes: Any) -> list[float]:
     seats = roster(**dict.fromkeys(costs, (0, 0, 0)))
-    return _table(seats, costs, overlap, changes).credit_blocks
+    found = _table(seats, costs, overlap, changes)
+    return [found.terms(at).overlap_credit for at in range(len(found))]
 
 
 def _table(seats: Roster, costs: dict[str, TierCosts | None], overlap: Overlap, changes: dict[str, Any]) -> CostTable:
@@ -248,9 +249,9 @@ def test_each_rank_has_its_own_costs_and_decay_applies_to_the_device_only() -> N
         overlap,
         {"tier_credit": "measured", "overlap_score_credit_decay": 1.0},
     )
-    assert decayed.credit_blocks == [2 + 10.0, 4 + 10.0]
+    assert decayed.columns[2].tolist() == [2 + 10.0, 4 + 10.0]
     by_weight = _table(seats, {"a": None, "b": None}, overlap, {"overlap_score_credit_decay": 1.0})
-    assert by_weight.credit_blocks == [2 + 5.0, 4 + 5.0]
+    assert by_weight.columns[2].tolist() == [2 + 5.0, 4 + 5.0]
 
 
 def test_the_digest_of_a_table_has_store_blocks_only_if_there_are_any() -> None:

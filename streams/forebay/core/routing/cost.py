@@ -35,10 +35,10 @@ _DECIMAL = Context(prec=30)
 class CostTable(msgspec.Struct, frozen=True, eq=False, dict=True):
     """Cost and cost terms of every candidate, in KV blocks and in roster order.
 
-    The arrays are what a decision computes and hashes. The lists are for readers that look at single candidates.
-
     Attributes:
-        columns: rows `costs`, `prefill_blocks`, `credit_blocks` and `decode_blocks`.
+        columns: rows cost, prefill (prompt blocks that the candidate still has to compute, including those of this
+            request), credit (reduction of the cost for cached blocks) and decode (blocks in use by requests in flight,
+            plus those that this request would add).
         requests: requests in flight per candidate.
         cached: rows device, host, disk and store: cached leading blocks of the prompt per candidate.
         has_lower: whether any of these blocks are not on a device.
@@ -60,34 +60,6 @@ class CostTable(msgspec.Struct, frozen=True, eq=False, dict=True):
     @cached_property
     def costs(self) -> list[float]:
         return _floats(self.columns[0])
-
-    @cached_property
-    def prefill_blocks(self) -> list[float]:
-        """Prompt blocks that each candidate still has to compute, including those of this request."""
-        return _floats(self.columns[1])
-
-    @cached_property
-    def credit_blocks(self) -> list[float]:
-        """Reduction of the cost per candidate for cached blocks."""
-        return _floats(self.columns[2])
-
-    @cached_property
-    def decode_blocks(self) -> list[float]:
-        """Blocks in use by requests in flight per candidate, plus the blocks that this request would add."""
-        return _floats(self.columns[3])
-
-    @cached_property
-    def active_requests(self) -> list[int]:
-        return [int(count) for count in self.requests]
-
-    @cached_property
-    def taint_factors(self) -> list[float] | None:
-        return None if self.factors is None else _floats(self.factors)
-
-    @cached_property
-    def eviction_costs(self) -> dict[int, float]:
-        """Costs for evicted blocks by position, without zeros."""
-        return {} if self.evictions is None else {at: cost for at, cost in enumerate(self.evictions.tolist()) if cost}
 
     def overlap(self, at: int) -> Overlap:
         """Return how many leading prompt blocks the candidate at position `at` has cached."""

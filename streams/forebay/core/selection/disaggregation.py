@@ -128,7 +128,7 @@ def _apply_conditional(
     decode_busy = None
     if not remote and config.decode_busy_threshold is not None:
         blocks = decode.selected.worker.spec.kv_blocks_total
-        decode_busy = decode.table.decode_blocks[decode.at] > config.decode_busy_threshold * blocks
+        decode_busy = decode.table.terms(decode.at).decode_blocks > config.decode_busy_threshold * blocks
         if decode_busy:
             remote, reason = True, "decode_busy"
     place = PrefillPlace(

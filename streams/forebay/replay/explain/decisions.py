@@ -362,28 +362,26 @@ def _lowest(plan: Plan) -> str:
 
 def _differences(config: RouterConfig, table: CostTable, at: int, other: int) -> Iterator[str]:
     """Yield the cost terms in which two candidates differ, the largest difference first."""
+    both = table.terms(at), table.terms(other)
     if config.selection_policy == "lmetric":
-        left = [
-            max(table.prefill_blocks[one] - table.credit_blocks[one], 0.0) + table.eviction_costs.get(one, 0.0)
-            for one in (at, other)
-        ]
+        left = [max(one.prefill_blocks - one.overlap_credit, 0.0) + one.eviction_cost for one in both]
         yield (
-            f"{number(left[0])} blocks to prefill times {number(table.decode_blocks[at] + 1)}, "
-            f"against {number(left[1])} times {number(table.decode_blocks[other] + 1)}"
+            f"{number(left[0])} blocks to prefill times {number(both[0].decode_blocks + 1)}, "
+            f"against {number(left[1])} times {number(both[1].decode_blocks + 1)}"
         )
-        if evicted := table.eviction_costs:
-            costs = [number(evicted.get(one, 0.0)) for one in (at, other)]
+        if table.evictions is not None:
+            costs = [number(one.eviction_cost) for one in both]
             yield f"of these {costs[0]} for evicted blocks, against {costs[1]}"
     else:
-        mine, theirs = _parts(config, table, at), _parts(config, table, other)
+        mine, theirs = (_parts(config, one, evicts=table.evictions is not None) for one in both)
         parts = sorted(mine, key=lambda part: (-abs(theirs[part] - mine[part]), part))
         for part in parts:
             if difference := theirs[part] - mine[part]:
                 yield f"{number(abs(difference))} {'less' if difference > 0 else 'more'} {part}"
     if table.overlap(at) != table.overlap(other):
         yield f"{_cached(table, at, 'blocks of the prompt are cached ')}, {_cached(table, other)}"
-    if table.taint_factors is not None and table.taint_factors[at] != table.taint_factors[other]:
-        yield f"taint factor {table.taint_factors[at]:.3f}, against {table.taint_factors[other]:.3f}"
+    if both[0].taint_factor != both[1].taint_factor:
+        yield f"taint factor {both[0].taint_factor:.3f}, against {both[1].taint_factor:.3f}"
 
 
 def _cached(table: CostTable, at: int, what: str = "") -> str:
@@ -397,20 +395,19 @@ def _cached(table: CostTable, at: int, what: str = "") -> str:
     return f"{overlap.device} {what}on {name_of(table, at)}{more}"
 
 
-def _parts(config: RouterConfig, table: CostTable, at: int) -> dict[str, float]:
+def _parts(config: RouterConfig, terms: CostTerms, *, evicts: bool) -> dict[str, float]:
     """Return the summands of a cost, as `forebay.core.routing.cost` adds them."""
-    factor = 1.0 if table.taint_factors is None else table.taint_factors[at]
-    credit, decode = table.credit_blocks[at], table.decode_blocks[at]
+    factor, credit, decode = terms.taint_factor, terms.overlap_credit, terms.decode_blocks
     if config.track_prefill_tokens or not config.overlap_score_credit:
-        prefill = config.prefill_load_scale * max(table.prefill_blocks[at] - credit, 0.0)
+        prefill = config.prefill_load_scale * max(terms.prefill_blocks - credit, 0.0)
         parts = {"to prefill": factor * prefill, "of decode blocks": factor * decode}
     else:
         parts = {"of decode blocks that are not cached": factor * max(decode - credit, 0.0)}
-    if evicted := table.eviction_costs:
+    if evicts:
         scale = config.prefill_load_scale if "to prefill" in parts else 1.0
-        parts["for evicted blocks"] = factor * scale * evicted.get(at, 0.0)
+        parts["for evicted blocks"] = factor * scale * terms.eviction_cost
     if config.decode_active_request_weight:
-        parts["for active requests"] = factor * config.decode_active_request_weight * table.active_requests[at]
+        parts["for active requests"] = factor * config.decode_active_request_weight * terms.active_requests
     return parts
 
 
@@ -444,7 +441,7 @@ def _drawn(plan: Plan) -> tuple[SelectionReason, str]:
 def _of_two(plan: Plan) -> str:
     table = plan.table
     first, second = draw_two(plan.request.tie_seed, len(table.costs))
-    counts = table.active_requests
+    counts = table.requests.tolist()
     drew = f"the request's tie seed drew {name_of(table, first)} and {name_of(table, second)}"
     active = f"{counts[first]} and {counts[second]} active requests"
     if counts[first] == counts[second]:
@@ -453,7 +450,7 @@ def _of_two(plan: Plan) -> str:
 
 
 def _least_loaded(plan: Plan) -> str:
-    counts = plan.table.active_requests
+    counts = plan.table.requests.tolist()
     least = counts[plan.at]
     tied = counts.count(least)
     if tied == 1:
