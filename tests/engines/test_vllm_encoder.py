@@ -17,8 +17,9 @@ from forebay.events.progress import EncodeFinished
 from forebay.events.request_ids import client_id_of
 from forebay.events.topics import PROGRESS
 from tests.engines.serving import MODEL, STARTED_WITHIN_S, Answer, Serving, ports_of, served
-from tests.engines.vllm_alone import NO_VIDEOS, STAND_INS, TOKENS, content, picture, vllm_alone
+from tests.engines.vllm_alone import STAND_INS, TOKENS, content, picture, vllm_alone
 from tests.engines.vllm_settings import ARGUMENTS, BLOCK, KV_BLOCKS
+from tests.harness.clips import clip
 from tests.harness.cluster import Cluster
 from tests.integration import kafka_api
 from tests.integration.conftest import RUN
@@ -26,6 +27,10 @@ from tests.integration.conftest import RUN
 ROLES = {"e1": "encode", "p1": "prefill", "d1": "decode"}
 WIDE, TALL, TURNED = picture(150, 40, 10), picture(60, 130, 80), picture(150, 40, 33, "JPEG", turn=6)
 CHATS = [[TALL], [WIDE, TALL], [TURNED]]
+HAS_AV = importlib.util.find_spec("av") is not None  # the ingress needs it to count the frames of videos
+if HAS_AV:
+    CLIP = clip(21, (50, 90), bar=120)
+    CHATS += [[CLIP], [WIDE, CLIP]]
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -70,7 +75,7 @@ async def images(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFa
     make_tiny_qwen2_vl.write_model(model)
     ports = ports_of(ROLES)
     named = ("--model", str(model), "--model-name", MODEL, "--block-size", str(BLOCK))
-    arguments = json.dumps(ARGUMENTS | NO_VIDEOS)
+    arguments = json.dumps(ARGUMENTS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(STAND_INS), prepend=os.pathsep)
         patch.setenv("VLLM_CACHE_ROOT", str(folder))  # what it has about the model depends on the stand-ins
@@ -107,6 +112,17 @@ async def test_repeated_image_is_encoded_once(images: Images) -> None:
 
     await images.serving.cluster.until("the cache is counted", counted, lambda found: found == [1, 2])
     assert "the embeddings of 1 were in its cache" in await images.explained(answer)
+
+
+@pytest.mark.skipif(not HAS_AV, reason="the ingress needs PyAV")
+async def test_repeated_video_is_encoded_once(images: Images) -> None:
+    answer = await images.ask(3, "always")
+    assert await images.serving.stages(answer) == [("encode", "e1"), ("prefill", "p1"), ("decode", "d1")]
+    done = await images.encoded(answer)
+    assert done.cached == 0 and b"video_grid_thw" in done.encoded.metadata
+    answer = await images.ask(4, "never")
+    assert (await images.encoded(answer)).cached == 2
+    assert "the embeddings of 2 were in its cache" in await images.explained(answer)
 
 
 async def test_serving_worker_encodes_itself_after_the_encode_worker_is_killed(images: Images) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from forebay.ingress.model import Model
 from tests.cli.up import FOREBAY, Up
-from tests.engines.vllm_alone import NO_VIDEOS, STAND_INS, TOKENS, content, picture, vllm_alone
+from tests.engines.vllm_alone import STAND_INS, TOKENS, content, picture, vllm_alone
 from tests.engines.vllm_settings import ARGUMENTS, BLOCK, KV_BLOCKS
 
 STARTED_WITHIN_S = 240.0
@@ -33,7 +33,7 @@ def test_tokens_and_cached_prefixes_are_those_of_vllm_alone(tmp_path: Path, monk
     cached, explained = [], dict[str, Any]()
     options = ["--engine", "vllm", "--model", str(directory), "--model-name", "tiny", "--log", str(tmp_path / "run.db")]
     options += ["--block-size", str(BLOCK), "--kv-blocks", str(KV_BLOCKS), "--max-num-seqs", "8"]
-    system = Up(*options, "--engine-args", json.dumps(ARGUMENTS | NO_VIDEOS), program=[FOREBAY])
+    system = Up(*options, "--engine-args", json.dumps(ARGUMENTS), program=[FOREBAY])
     try:
         system.wait_ready(STARTED_WITHIN_S)
         for images, expected in zip(chats, alone, strict=True):

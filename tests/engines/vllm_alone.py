@@ -1,4 +1,4 @@
-"""Chats with images of different sizes for a tiny Qwen2-VL, and their output from vLLM without forebay."""
+"""Chats with images and videos of different sizes for a tiny Qwen2-VL, and their output from vLLM without forebay."""
 
 import base64
 import io
@@ -13,7 +13,6 @@ from tests.engines.vllm_settings import ARGUMENTS, BLOCK
 
 STAND_INS = Path(__file__).parent / "without_torchvision"
 TOKENS = 6
-NO_VIDEOS: dict[str, Any] = {"limit_mm_per_prompt": {"video": 0}}
 
 
 def picture(width: int, height: int, seed: int, kind: str = "PNG", mode: str = "RGB", turn: int = 1) -> bytes:
@@ -26,36 +25,52 @@ def picture(width: int, height: int, seed: int, kind: str = "PNG", mode: str = "
     return kept.getvalue()
 
 
-def content(images: list[bytes]) -> list[dict[str, Any]]:
+def content(media: list[bytes]) -> list[dict[str, Any]]:
     parts: list[dict[str, Any]] = [{"type": "text", "text": "tell me a story about a cache of blocks. " * 5}]
-    for image in images:
-        url = f"data:;base64,{base64.b64encode(image).decode()}"
-        parts += [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": " the quick brown fox"}]
+    for one in media:
+        name, url = f"{kind_of(one)}_url", f"data:;base64,{base64.b64encode(one).decode()}"
+        parts += [{"type": name, name: {"url": url}}, {"type": "text", "text": " the quick brown fox"}]
     return parts
+
+
+def kind_of(one: bytes) -> str:
+    return "video" if one[4:8] == b"ftyp" else "image"
 
 
 def generate_alone(directory: str, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the expanded prompts and the tokens of vLLM, in this process."""
-    from PIL import Image, ImageOps  # noqa: PLC0415
     from vllm import LLM, SamplingParams  # noqa: PLC0415
 
-    engine, answers = LLM(directory, block_size=BLOCK, **NO_VIDEOS, **ARGUMENTS), []
+    engine, answers = LLM(directory, block_size=BLOCK, **ARGUMENTS), []
     for one in prompts:
-        images = [Image.open(io.BytesIO(base64.b64decode(image))) for image in one["images"]]
-        data = {"image": [ImageOps.exif_transpose(image).convert("RGB") for image in images]}
+        data: dict[str, list[Any]] = {}
+        for encoded in one["media"]:
+            data.setdefault(kind_of(base64.b64decode(encoded)), []).append(decoded(encoded))
         prompt: Any = {"prompt_token_ids": one["token_ids"], "multi_modal_data": data}
         (output,) = engine.generate(prompt, SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True))
         answers.append({"prompt": output.prompt_token_ids, "tokens": list(output.outputs[0].token_ids)})
     return answers
 
 
+def decoded(encoded: str) -> Any:
+    """Return an image, or frames of a video with their metadata, as vLLM's server decodes them."""
+    from PIL import Image, ImageOps  # noqa: PLC0415
+    from vllm.multimodal.media import MediaConnector  # noqa: PLC0415
+
+    content = base64.b64decode(encoded)
+    if kind_of(content) == "video":
+        url = f"data:video/mp4;base64,{encoded}"
+        return MediaConnector().fetch_video(url, video_processor="Qwen2VLVideoProcessor").media
+    return ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB")
+
+
 def vllm_alone(directory: Path, chats: list[list[bytes]]) -> list[dict[str, Any]]:
-    """Return the expanded prompt and the tokens of vLLM, in a process of its own, for chats with these images."""
+    """Return the expanded prompt and the tokens of vLLM, in a process of its own, for chats with images and videos."""
     model, prompts = Model(directory), []
-    for images in chats:
-        parts = [{"text": "", **part, "type": part["type"].removesuffix("_url")} for part in content(images)]
+    for media in chats:
+        parts = [{"text": "", **part, "type": part["type"].removesuffix("_url")} for part in content(media)]
         token_ids = model.encode(model.render([{"role": "user", "content": parts}]))
-        prompts.append({"token_ids": token_ids, "images": [base64.b64encode(one).decode() for one in images]})
+        prompts.append({"token_ids": token_ids, "media": [base64.b64encode(one).decode() for one in media]})
     command = [sys.executable, "-m", __name__, str(directory)]
     alone = subprocess.run(command, input=json.dumps(prompts), capture_output=True, text=True, check=False)
     assert alone.returncode == 0, alone.stderr[-4_000:]

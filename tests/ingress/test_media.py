@@ -33,8 +33,9 @@ from forebay.events.base import unpack_u32
 from forebay.events.media import MEDIA_BYTES_MAX, Media
 from forebay.ingress.errors import ApiError
 from forebay.ingress.media import fetch as fetching
+from forebay.ingress.media.families import Expansion
 from forebay.ingress.media.fetch import MediaFetcher, is_public
-from forebay.ingress.media.tokens import FetchedMedia, MediaRef, MediaSettings, media_tokens_of
+from forebay.ingress.media.tokens import FetchedMedia, MediaRef, MediaSettings, MediaTokens, media_tokens_of
 from forebay.ingress.model import DEFAULT_MODEL, InvalidModel, Model
 from forebay.ingress.model_cards import read_card
 from forebay.ingress.openai.fields import parse
@@ -385,6 +386,7 @@ def test_unknown_placeholder_tokens_are_ignored() -> None:
 
 
 OPEN = MediaSettings(allow_private=True)
+ANY_SIZE = MediaTokens({}, {"image": Expansion(0, lambda *_: [0])}, {})
 Answer = Callable[[str, dict[str, str], asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -456,7 +458,7 @@ async def fetcher(settings: MediaSettings = OPEN) -> AsyncIterator[Callable[...,
 
     async def fetch(*urls: str) -> list[FetchedMedia]:
         refs = [MediaRef("video", url, f"part[{at}]") for at, url in enumerate(urls)]
-        return await one.fetch(refs, lambda *_: None)
+        return await one.fetch(refs, ANY_SIZE)
 
     yield fetch
     await one.close()
@@ -673,12 +675,10 @@ def header(width: int, height: int) -> bytes:
     return chunk + struct.pack(">I", 1_000) + b"IDAT"
 
 
-async def measured(contents: Sequence[bytes]) -> list[tuple[int, int]]:
+async def measured(contents: Sequence[bytes]) -> list[tuple[int, ...]]:
     fetcher = MediaFetcher(MediaSettings())
     try:
-        return [
-            (await fetcher.fetch([MediaRef("image", data_url(one), "x")], lambda *_: None))[0].size for one in contents
-        ]
+        return [(await fetcher.fetch([MediaRef("image", data_url(one), "x")], ANY_SIZE))[0].size for one in contents]
     finally:
         await fetcher.close()
 
@@ -687,7 +687,7 @@ def decoded(content: bytes) -> tuple[int, int]:
     """Return the height and width of an image that the vLLM engine passes to vLLM."""
     one = Media(kind="image", digest=sha256(content).hexdigest(), mime="", first_token=0, tokens=1, content=content)
     item: Any = SimpleNamespace(media=(one,), token_ids=bytes(4))
-    (found,) = raw_prompt(item)["multi_modal_data"]["image"]
+    (found,) = raw_prompt(item, "")["multi_modal_data"]["image"]
     return (found.height, found.width)
 
 

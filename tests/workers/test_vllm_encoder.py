@@ -18,6 +18,7 @@ from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm import encoder
 from forebay.workers.engines.vllm.core import VllmCore
 from forebay.workers.engines.vllm.encoder import DIRECTORY, EC_TRANSFER, FILE, TENSOR, VllmEncodeEngine
+from forebay.workers.engines.vllm.media import ItemMetadata
 from forebay.workers.kv_tiers.identity import weights_digest
 from tests.workers.conftest import until
 from tests.workers.encode_engines import encode_item, encoded_by, memory, running
@@ -25,6 +26,7 @@ from tests.workers.engine_setup import SPEC
 from tests.workers.pictures import Memory, shown
 
 __all__ = ["memory"]  # a fixture
+GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
 RED, BLUE = shown((250, 0, 0)), shown((0, 0, 250))
 
 
@@ -42,17 +44,20 @@ class Vllm:
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(world_size=processes),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=arguments.get("max_num_batched_tokens", 64)),
-            model_config="config",
+            model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen2_5_vl")),
         )
 
     async def render_cmpl_async(self, prompts: list[dict[str, Any]], *, skip_mm_cache: bool) -> list[dict[str, Any]]:
         (one,) = prompts
-        assert skip_mm_cache and one["prompt"] == "<image>"
+        (kind,) = one["multi_modal_data"]
+        assert skip_mm_cache and one["prompt"] == f"<{kind}>"
         place = SimpleNamespace(is_embed=np.array([True, not self.gap]))
-        return [{**one, "prompt_token_ids": [7] * self.rows, "mm_placeholders": {"image": [place]}}]
+        made = {"prompt_token_ids": [7] * self.rows, "mm_placeholders": {kind: [place]}}
+        processed = SimpleNamespace(get_data=lambda: {"second_per_grid_ts": np.float32(0.5)})
+        return [{**one, **made, "mm_kwargs": {kind: [processed]}}]
 
     async def generate(self, prompt: dict[str, Any], _params: Any, request_id: str) -> AsyncIterator[Any]:
-        (image,), (name,) = prompt["multi_modal_data"]["image"], prompt["multi_modal_uuids"]["image"]
+        ((kind, (data,)),), ((name,),) = prompt["multi_modal_data"].items(), prompt["multi_modal_uuids"].values()
         assert name == request_id and name not in self.names, "vLLM would not encode an image of the same name again"
         self.names.append(name)
         await self.answers.wait()
@@ -60,8 +65,9 @@ class Vllm:
         if self.fails:
             raise MemoryError("full")
         with (self.directory / name / FILE).open("wb") as file:
-            np.save(file, np.tile(np.array(image.getpixel((0, 0)), dtype=np.float32), (self.rows, 1)))
-        yield SimpleNamespace(ec_transfer_params={name: {"metadata": {"image_grid_thw": [1, 2, self.rows]}}})
+            color = data.getpixel((0, 0)) if kind == "image" else list(data[0])
+            np.save(file, np.tile(np.array(color, dtype=np.float32), (self.rows, 1)))
+        yield SimpleNamespace(ec_transfer_params={name: {"metadata": {GRIDS[kind]: [1, 2, self.rows]}}})
 
 
 @pytest.fixture
@@ -76,7 +82,8 @@ def started(monkeypatch: pytest.MonkeyPatch, memory: Memory) -> Callable[..., li
             return found[-1]
 
         calls = SimpleNamespace(
-            image_placeholder=lambda _: "<image>",
+            placeholder=lambda _, kind: f"<{kind}>",
+            sampled_video=lambda content: (content[:3], {}),
             sampling_params=lambda one: one,
             read_tensor=lambda file, name: np.load(file) if name == TENSOR else None,
         )
@@ -117,11 +124,26 @@ async def test_images_are_encoded_by_vllm_and_cached(
     assert not vllm[0].directory.exists()
 
 
+async def test_videos_are_encoded_with_their_rate_and_cached(
+    started: Callable[..., list[Vllm]], settings: EngineSettings, memory: Memory
+) -> None:
+    started()
+    clip = msgspec.structs.replace(RED, kind="video", content=bytes([7, 8, 9, 10]))
+    async with running(VllmEncodeEngine(settings)) as (one, batches):
+        first = await encoded_by(one, batches, "a", clip)
+        again = await encoded_by(one, batches, "b", clip, RED)
+        assert (first.cached, again.cached) == (0, 1)
+        assert memory.arrays[again.encoded.descriptor].tolist() == [[7, 8, 9]] * 4 + [[250, 0, 0]] * 4
+        of_clip, of_image = msgspec.json.decode(again.encoded.metadata, type=list[ItemMetadata])
+        assert of_clip.fields == {"video_grid_thw": [1, 2, 4], "second_per_grid_ts": [0.5]}
+        assert of_image.fields == {"image_grid_thw": [1, 2, 4]}
+
+
 async def test_images_that_vllm_cannot_encode(
     started: Callable[..., list[Vllm]], settings: EngineSettings, memory: Memory
 ) -> None:
     vllm = started()
-    video = msgspec.structs.replace(RED, kind="video")
+    video = msgspec.structs.replace(RED, kind="video", content=b"frames")
     async with running(VllmEncodeEngine(settings)) as (one, batches):
 
         async def failure(name: str, image: Media) -> tuple[str, str]:
@@ -130,8 +152,9 @@ async def test_images_that_vllm_cannot_encode(
             error = batches[-1].failed[0].error
             return error.code, error.message
 
+        vllm[0].vllm_config.model_config.hf_config.model_type = "llava"
         code, message = await failure("video", video)
-        assert code == "media_not_encoded" and "cannot decode the frames of a video" in message
+        assert code == "media_not_encoded" and "decode videos for qwen2_vl, qwen2_5_vl, not for llava" in message
         vllm[0].rows = 5
         assert await failure("rows", RED) == (
             "encode_failed",
@@ -139,7 +162,7 @@ async def test_images_that_vllm_cannot_encode(
         )
         vllm[0].rows = 65
         code, message = await failure("long", RED)
-        assert message == "an image has 65 tokens; --max-num-batched-tokens is 64, so increase it"
+        assert message == "the image has 65 tokens; --max-num-batched-tokens is 64, so increase it"
         vllm[0].rows, vllm[0].fails = 4, True
         assert await failure("full", RED) == ("encode_failed", "MemoryError: full")
         assert not list(vllm[0].directory.iterdir()), "files of a failed request are removed"
@@ -157,7 +180,7 @@ async def test_vllm_that_hangs_ends_the_worker(
         vllm[0].answers.clear()
         one.submit(encode_item("r", RED, epoch=1))
         await until(lambda: any(batch.failed for batch in batches))
-        assert batches[-1].failed[0].error.message == "vLLM has not encoded the images within 0 s"
+        assert batches[-1].failed[0].error.message == "vLLM has not encoded the images and videos within 0 s"
         with pytest.raises(EngineError, match="vLLM died or hangs"):
             await one.check()
 

@@ -320,15 +320,27 @@ def test_embeddings_with_further_inputs_of_the_model_are_one_array() -> None:
     assert (data["grid"], prompt["prompt_token_ids"]) == ([[1, 2], [3, 4]], [5, 99, 6, 99])
 
 
-def test_images_are_decoded_and_videos_are_not() -> None:
+def test_images_are_decoded_and_videos_only_for_models_that_sample_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    prompt = raw_prompt(work_item("r", [1, 99, 99], 2, media=(media(1, 2, content=png()),)))
+    prompt = raw_prompt(work_item("r", [1, 99, 99], 2, media=(media(1, 2, content=png()),)), "llava")
     (image,) = prompt["multi_modal_data"]["image"]
     assert (image.mode, image.size, prompt["prompt_token_ids"]) == ("RGB", (16, 16), [1, 99])
     with pytest.raises(MediaUnusable, match="cannot decode an image"):
-        raw_prompt(work_item("r", [1, 99], 2, media=(media(1, 1, content=b"no"),)))
-    with pytest.raises(MediaUnusable, match="cannot decode the frames of a video; use images, or an encoder of your"):
-        raw_prompt(work_item("r", [1, 99], 2, media=(media(1, 1, "video"),)))
+        raw_prompt(work_item("r", [1, 99], 2, media=(media(1, 1, content=b"no"),)), "llava")
+    clip = work_item("r", [1, 99, 99], 2, media=(media(1, 2, "video", content=b"frames"),))
+    text = "decode videos for qwen2_vl, qwen2_5_vl, not for qwen3_vl; use images, or an encoder of your own"
+    with pytest.raises(MediaUnusable, match=text):
+        raw_prompt(clip, "qwen3_vl")
+
+    def sampled_video(content: bytes) -> tuple[bytes, dict[str, int]]:
+        if not content:
+            raise ZeroDivisionError("no frames")
+        return content, {"fps": 24}
+
+    monkeypatch.setitem(sys.modules, "forebay.workers.engines.vllm.calls", SimpleNamespace(sampled_video=sampled_video))
+    assert raw_prompt(clip, "qwen2_vl")["multi_modal_data"] == {"video": [(b"frames", {"fps": 24})]}
+    with pytest.raises(MediaUnusable, match="cannot decode a video: no frames"):
+        raw_prompt(work_item("r", [1, 99], 2, media=(media(1, 1, "video", content=b""),)), "qwen2_vl")
 
 
 def test_photos_are_upright_and_transparent_pixels_are_white() -> None:
@@ -340,7 +352,7 @@ def test_photos_are_upright_and_transparent_pixels_are_white() -> None:
     def pixels(mode: str, kind: str, color: Any, **fields: Any) -> Any:
         content = io.BytesIO()
         image.new(mode, (16, 8), color).save(content, kind, **fields)
-        (found,) = raw_prompt(work_item("r", [99], 1, media=(media(0, 1, content=content.getvalue()),)))[
+        (found,) = raw_prompt(work_item("r", [99], 1, media=(media(0, 1, content=content.getvalue()),)), "")[
             "multi_modal_data"
         ]["image"]
         assert found.mode == "RGB"

@@ -89,7 +89,7 @@ class LoadedModel:
             return [], prepared
         refs = steps.media_refs(body)
         prompts = await self._tokenize(body, refs, is_patient=is_patient)
-        fetched = await self._fetch(refs, self.model.media.require_size)  # only after the text was validated
+        fetched = await self._fetch(refs, self.model.media)  # only after the text was validated
         target = Target(lora_name, routing, await self._block_size(), caller)
         for number, prompt in enumerate(prompts):
             if number:

@@ -2,8 +2,9 @@
 
 Files: tokenizer.json; config.json (context length, eos_token_id, matryoshka_dimensions, placeholders of media);
 generation_config.json (eos_token_id); tokenizer_config.json and special_tokens_map.json (special tokens);
-preprocessor_config.json and processor_config.json (sizes of images). The chat templates are in chat_template.jinja and
-additional_chat_templates, in chat_template.json or in tokenizer_config.json.
+preprocessor_config.json, video_preprocessor_config.json and processor_config.json (sizes of images and videos). The
+chat templates are in chat_template.jinja and additional_chat_templates, in chat_template.json or in
+tokenizer_config.json.
 """
 
 import json
@@ -18,6 +19,7 @@ import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel, DecodeStream
 
+from forebay.events.media import MediaKind
 from forebay.events.models import ModelCard, ModelFile
 from forebay.events.names import NameInvalid, require_name
 from forebay.ingress.chat_template import COMPILE_ERRORS, RENDERED_CHARS_MAX, TEMPLATE_ERRORS, ChatTemplate, TooLong
@@ -53,6 +55,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 PROCESSOR_TEMPLATE_FILE = "chat_template.json"
 PROCESSOR_FILE = "processor_config.json"
 IMAGE_PROCESSOR_FILE = "preprocessor_config.json"
+VIDEO_PROCESSOR_FILE = "video_preprocessor_config.json"
 NAMED_TEMPLATE_FILES = {name: f"additional_chat_templates/{name}.jinja" for name in ("default", "tool_use")}
 DEFAULT_MODEL = Path(__file__).with_name("default_model")
 DEFAULT_NAME = "forebay-default"
@@ -319,11 +322,18 @@ def _template_sources(directory: Path, tokenizer_config: Mapping[str, Any]) -> d
     return {name: named[name] for name in NAMED_TEMPLATE_FILES if name in named} | sources
 
 
-def _processor_settings(directory: Path) -> dict[str, Any]:
-    """Return the settings of a processor and of its image processor. As in transformers, nested ones have priority."""
-    processor = read_json(directory / PROCESSOR_FILE)
-    nested = processor.get("image_processor")
-    return {**processor, **(nested if isinstance(nested, dict) else read_json(directory / IMAGE_PROCESSOR_FILE))}
+def _processor_settings(directory: Path) -> dict[MediaKind, dict[str, Any]]:
+    """Return the settings of the processors of images and videos. As in transformers, nested ones have priority.
+
+    Those of images have the settings of the processor around them, too.
+    """
+    processor, images = read_json(directory / PROCESSOR_FILE), read_json(directory / IMAGE_PROCESSOR_FILE)
+    videos = read_json(directory / VIDEO_PROCESSOR_FILE) or images
+    nested = {name: one for name, one in processor.items() if isinstance(one, dict)}
+    return {
+        "image": {**processor, **nested.get("image_processor", images)},
+        "video": nested.get("video_processor", videos),
+    }
 
 
 def _special_tokens(config: Mapping[str, Any], mapped: Mapping[str, Any]) -> dict[str, str]:

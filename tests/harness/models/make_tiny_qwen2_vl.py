@@ -1,4 +1,4 @@
-"""Create a tiny deterministic Qwen2-VL with random weights. The number of tokens of an image depends on its size."""
+"""Create a tiny deterministic Qwen2-VL with random weights. The tokens of an image or video depend on its size."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,8 @@ IMAGES = {
 }
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{% for part in m['content'] %}"
-    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% else %}<|vision_start|><|{{ part['type'] }}_pad|><|vision_end|>{% endif %}"
     "{% endfor %}</s>{% endfor %}<|assistant|>"
 )
 

@@ -1,10 +1,13 @@
-"""Tokens of images in model families whose processor makes a number of tokens that depends on the size of the image.
+"""Tokens of images and videos in model families whose processor makes a number of tokens that depends on their size.
 
 Theory of operation. A processor of transformers replaces the placeholder of an image by a sequence of tokens. This
 sequence depends only on the size of the image, the vocabulary, and the files preprocessor_config.json and
 processor_config.json. So it is computed here from the size in the header of the image, without transformers and without
 pixels. Ties decide between grids of tiles, so each calculation has the order and precision of the original. The tests
 compare the sequences with those of the processors.
+
+vLLM samples the frames of a video (`forebay.ingress.media.video`). The processor of Qwen2-VL and Qwen2.5-VL resizes
+them like images, to limits of its own, and combines each two frames.
 """
 
 import math
@@ -15,6 +18,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from forebay.events.media import MediaKind
 from forebay.runtime.errors import ConfigError
 
 NEWLINES_MAX = 31  # of the longest token of newlines in the vocabulary of Gemma 3
@@ -27,13 +31,14 @@ LLAMA4_TOKENS = (
     "<|tile_y_separator|>",
     "<|image_end|>",
 )
+TOKENS_MAX = 1 << 18  # of a video; more fit into no context of these models
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 IdOf = Callable[[str], int | None]
 
 
 class UnusableSize(Exception):
-    """The processor rejects images of this size. The message is the reason."""
+    """The model does not support images or videos of this size. The message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +47,16 @@ class Expansion:
 
     Attributes:
         placeholder: token id that stands for it in the output of the chat template.
-        sequence: returns its token ids, given its height and width in pixels, or raises UnusableSize.
+        sequence: returns its token ids, given its height and width in pixels, or raises UnusableSize. For a video with
+            `samples_frames`, the number of its sampled frames is the first argument.
         newlines: token id of each number of newlines, if the sequence begins and ends with newlines.
+        samples_frames: whether the sequence of a video depends on its frames.
     """
 
     placeholder: int
-    sequence: Callable[[int, int], list[int]]
+    sequence: Callable[..., list[int]]
     newlines: Mapping[int, int] = field(default_factory=dict)
+    samples_frames: bool = False
 
 
 class _Edges(msgspec.Struct, frozen=True):
@@ -84,6 +92,11 @@ class _QwenVl(msgspec.Struct, frozen=True):
             scale = math.sqrt(fewest / (height * width))
             rows, columns = (math.ceil(edge * scale / side) for edge in (height, width))
         return rows * columns
+
+
+class _QwenVlVideo(_QwenVl, frozen=True):
+    size: _Edges = _Edges(128 * 28 * 28, 768 * 28 * 28)
+    temporal_patch_size: Positive = 2
 
 
 class _Llama4(msgspec.Struct, frozen=True):
@@ -145,6 +158,20 @@ def _qwen_vl(config: Mapping[str, Any], settings: Mapping[str, Any], id_of: IdOf
     return Expansion(pad, lambda height, width: [pad] * images.tokens(height, width))
 
 
+def _qwen_vl_video(config: Mapping[str, Any], settings: Mapping[str, Any], id_of: IdOf) -> Expansion | None:
+    videos, pad = msgspec.convert(settings, _QwenVlVideo), config["video_token_id"]
+    if settings.get("cap_pixels_per_frame"):
+        return None  # frames of long videos would be smaller
+
+    def sequence(frames: int, height: int, width: int) -> list[int]:
+        tokens = math.ceil(frames / videos.temporal_patch_size) * videos.tokens(height, width)
+        if tokens > TOKENS_MAX:
+            raise UnusableSize(f"they are {tokens:,} tokens; the limit is {TOKENS_MAX:,}")
+        return [pad] * tokens
+
+    return Expansion(pad, sequence, samples_frames=True)
+
+
 def _internvl(config: Mapping[str, Any], settings: Mapping[str, Any], id_of: IdOf) -> Expansion:
     images, context = msgspec.convert(settings, _InternVl), config["image_token_id"]
     begin, end = _ids(id_of, "<img>", "</img>")
@@ -189,19 +216,24 @@ def _ids(id_of: IdOf, *texts: str) -> list[int]:
 
 
 # By `model_type` of config.json.
-FAMILIES = {
+FAMILIES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], IdOf], Expansion | None]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _qwen_vl),
     "gemma3": _gemma3,
     "llama4": _llama4,
     "internvl": _internvl,
 }
+VIDEO_FAMILIES = dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _qwen_vl_video)
 
 
-def expansion_of(config: Mapping[str, Any], settings: Mapping[str, Any], id_of: IdOf) -> Expansion | None:
-    """Return how a model of `FAMILIES` expands images. None without settings, or if one of its tokens is unknown.
+def expansion_of(
+    kind: MediaKind, config: Mapping[str, Any], settings: Mapping[str, Any], id_of: IdOf
+) -> Expansion | None:
+    """Return how a model of `FAMILIES` expands images, or one of `VIDEO_FAMILIES` videos.
+
+    None without settings, for another family, or if one of the tokens is unknown.
 
     Args:
-        settings: values of the model's processor and of its image processor.
+        settings: values of the model's processor and of its processor of images or videos.
         id_of: returns the id of the token with a text, None if there is none.
 
     Raises ConfigError if a value of the settings is invalid.
@@ -210,8 +242,8 @@ def expansion_of(config: Mapping[str, Any], settings: Mapping[str, Any], id_of: 
         return None
     given = {name: value for name, value in settings.items() if value is not None}
     try:
-        return FAMILIES[config["model_type"]](config, given, id_of)
+        return (FAMILIES if kind == "image" else VIDEO_FAMILIES)[config["model_type"]](config, given, id_of)
     except KeyError:
         return None
     except msgspec.ValidationError as error:
-        raise ConfigError(f"the settings of the image processor are invalid: {error}") from error
+        raise ConfigError(f"the settings of the {kind} processor are invalid: {error}") from error

@@ -14,7 +14,7 @@ import io
 import re
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from hashlib import sha256
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -26,7 +26,8 @@ import httpx
 from forebay import runtime
 from forebay.events.media import MEDIA_BYTES_MAX
 from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.media.tokens import FetchedMedia, MediaRef, MediaSettings
+from forebay.ingress.media.tokens import FetchedMedia, MediaRef, MediaSettings, MediaTokens
+from forebay.ingress.media.video import sampled_size
 from forebay.runtime.errors import install_command
 
 IMAGE_FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
@@ -44,7 +45,6 @@ FETCHES_MAX = 32  # concurrent fetches of one ingress
 URL_CHARS_MAX = 8_192  # does not apply to data URLs
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 SHOWN_CHARS = 80
-RequireSize = Callable[[MediaRef, int, int], None]
 # IPv6 addresses that DNS64 derives from IPv4 addresses.
 NAT64 = IPv6Network("64:ff9b::/96")
 
@@ -59,11 +59,11 @@ class MediaFetcher:
         self._free = asyncio.Semaphore(FETCHES_MAX)
         self._client: httpx.AsyncClient | None = None
 
-    async def fetch(self, refs: Sequence[MediaRef], require_size: RequireSize) -> list[FetchedMedia]:
+    async def fetch(self, refs: Sequence[MediaRef], tokens: MediaTokens) -> list[FetchedMedia]:
         """Return the images and videos of one request, in the order of `refs`.
 
-        `require_size` raises ApiError for an image with an unsupported height and width, before the image is decoded.
-        Raises ApiError if one cannot be fetched or is invalid, or if they exceed a limit of number, size or time.
+        Raises ApiError if one cannot be fetched, is invalid or of a size that the model does not support, or if they
+        exceed a limit of number, size or time.
         """
         if not refs:
             return []
@@ -71,7 +71,7 @@ class MediaFetcher:
             text = f"{refs[COUNT_MAX].where}: a request may have at most {COUNT_MAX} images and videos"
             raise invalid(text, refs[COUNT_MAX].where, "too_many_media")
         budget = _Budget(MEDIA_BYTES_MAX)
-        tasks = [asyncio.create_task(self._one(ref, budget, require_size)) for ref in refs]
+        tasks = [asyncio.create_task(self._one(ref, budget, tokens)) for ref in refs]
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return list(await asyncio.gather(*tasks))
@@ -90,13 +90,13 @@ class MediaFetcher:
         if self._client is not None:
             await self._client.aclose()
 
-    async def _one(self, ref: MediaRef, budget: "_Budget", require_size: RequireSize) -> FetchedMedia:
+    async def _one(self, ref: MediaRef, budget: "_Budget", tokens: MediaTokens) -> FetchedMedia:
         if ref.url[:5].lower() == "data:":
             content = _data(ref, budget)
         else:
             async with self._free:
                 content = await self._download(ref, budget)
-        check = partial(_image, ref, content, require_size) if ref.kind == "image" else partial(_video, ref, content)
+        check = partial(_image if ref.kind == "image" else _video, ref, content, tokens)
         mime, size = await asyncio.get_running_loop().run_in_executor(self._decoding, check)
         return FetchedMedia(ref.kind, mime, content, sha256(content).hexdigest(), size)
 
@@ -262,7 +262,7 @@ def _data(ref: MediaRef, budget: _Budget) -> bytes:
     return content
 
 
-def _image(ref: MediaRef, content: bytes, require_size: RequireSize) -> tuple[str, tuple[int, int]]:
+def _image(ref: MediaRef, content: bytes, tokens: MediaTokens) -> tuple[str, tuple[int, ...]]:
     """Return the MIME type of an image, and its height and width in the orientation of its EXIF data."""
     try:
         from PIL import Image, ImageOps  # noqa: PLC0415 - an extra
@@ -273,7 +273,7 @@ def _image(ref: MediaRef, content: bytes, require_size: RequireSize) -> tuple[st
         with Image.open(io.BytesIO(content), formats=tuple(IMAGE_FORMATS)) as image:
             if image.width * image.height > IMAGE_PIXELS_MAX:
                 raise _too_large(ref, f"{image.width} x {image.height} pixels")
-            require_size(ref, image.height, image.width)
+            tokens.require_size(ref, image.height, image.width)  # before it is decoded
             image.load()
             turned: Image.Image = image
             # Only this call knows whether Pillow accepts all of the EXIF data, as in the engine; otherwise it copies.
@@ -296,16 +296,22 @@ def _too_large(ref: MediaRef, size: str) -> ApiError:
     return ApiError(413, "media_too_large", text, ref.where)
 
 
-def _video(ref: MediaRef, content: bytes) -> tuple[str, tuple[int, int]]:
-    """Return the MIME type by the first bytes of the container, and no size. The engine validates the frames."""
+def _video(ref: MediaRef, content: bytes, tokens: MediaTokens) -> tuple[str, tuple[int, ...]]:
+    """Return the MIME type by the first bytes of the container, and the size if the model samples frames."""
     if content[4:8] == b"ftyp":
-        return "video/quicktime" if content[8:10] == b"qt" else "video/mp4", (0, 0)
-    if content[:4] == b"\x1aE\xdf\xa3":
-        return "video/webm" if b"webm" in content[:64] else "video/x-matroska", (0, 0)
-    if content[:4] == b"RIFF" and content[8:12] == b"AVI ":
-        return "video/x-msvideo", (0, 0)
-    text = f"{ref.where}: not a valid video; supported formats are MP4, QuickTime, WebM, Matroska, AVI"
-    raise invalid(text, ref.where, "not_a_video")
+        container, mime = "mov", "video/quicktime" if content[8:10] == b"qt" else "video/mp4"
+    elif content[:4] == b"\x1aE\xdf\xa3":
+        container, mime = "matroska", "video/webm" if b"webm" in content[:64] else "video/x-matroska"
+    elif content[:4] == b"RIFF" and content[8:12] == b"AVI ":
+        container, mime = "avi", "video/x-msvideo"
+    else:
+        text = f"{ref.where}: not a valid video; supported formats are MP4, QuickTime, WebM, Matroska, AVI"
+        raise invalid(text, ref.where, "not_a_video")
+    if not tokens.samples_frames:
+        return mime, ()  # the encoder validates the frames
+    size = sampled_size(ref, content, container)
+    tokens.require_size(ref, *size)
+    return mime, size
 
 
 def _unavailable(ref: MediaRef, why: str) -> ApiError:

@@ -11,7 +11,7 @@ from typing import Any
 
 from forebay.events.media import Media, MediaKind
 from forebay.ingress.errors import ApiError, invalid
-from forebay.ingress.media.families import FAMILIES, Expansion, IdOf, UnusableSize, expansion_of
+from forebay.ingress.media.families import FAMILIES, VIDEO_FAMILIES, Expansion, IdOf, UnusableSize, expansion_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,15 @@ class FetchedMedia:
     Attributes:
         mime: MIME type, detected from the bytes.
         digest: SHA-256 of the bytes in hex.
-        size: height and width of an image in pixels, in the orientation of its EXIF data, as engines turn it.
+        size: height and width of an image in pixels, in the orientation of its EXIF data, as engines turn it. For a
+            video of a model that samples frames, the number of these frames, height and width.
     """
 
     kind: MediaKind
     mime: str
     content: bytes
     digest: str
-    size: tuple[int, int] = (0, 0)
+    size: tuple[int, ...] = ()
 
 
 PUBLIC_ONLY = MediaSettings()
@@ -90,22 +91,29 @@ class MediaTokens:
                 raise invalid(text, ref.where, "unsupported_parameter")
             if self.expansions[ref.kind] is None:
                 text = f"{ref.where}: {ref.kind}s are not supported, because their tokens depend on their size{hint}"
-                if ref.kind == "image":
-                    text += f" in another way than in {', '.join(FAMILIES)} with a preprocessor_config.json"
+                families = FAMILIES if ref.kind == "image" else VIDEO_FAMILIES
+                text += f" in another way than in {', '.join(families)} with a preprocessor_config.json"
                 raise ApiError(501, "unsupported_parameter", text, ref.where)
 
-    def require_size(self, ref: MediaRef, height: int, width: int) -> None:
-        """Raise ApiError for an image whose size the model does not support."""
-        self._sequence(ref, (height, width))
+    @property
+    def samples_frames(self) -> bool:
+        """Whether the tokens of a video depend on its frames."""
+        videos = self.expansions.get("video")
+        return videos is not None and videos.samples_frames
 
-    def _sequence(self, ref: MediaRef, size: tuple[int, int]) -> list[int]:
+    def require_size(self, ref: MediaRef, *size: int) -> None:
+        """Raise ApiError for an image or video whose size the model does not support."""
+        self._sequence(ref, size)
+
+    def _sequence(self, ref: MediaRef, size: tuple[int, ...]) -> list[int]:
         expansion = self.expansions[ref.kind]
         assert expansion is not None, "`require` rejected this kind"
         try:
             return expansion.sequence(*size)
         except UnusableSize as error:
-            text = f"{ref.where}: the image has {size[1]} x {size[0]} pixels, but {error}; crop it"
-            raise invalid(text, ref.where, "unsupported_image_size") from error
+            frames = f"{size[0]} frames of " if ref.kind == "video" else ""
+            text = f"{ref.where}: the {ref.kind} has {frames}{size[-1]} x {size[-2]} pixels, but {error}; crop it"
+            raise invalid(text, ref.where, f"unsupported_{ref.kind}_size") from error
 
     def expand(
         self, token_ids: list[int], refs: Sequence[MediaRef], fetched: Sequence[FetchedMedia]
@@ -212,14 +220,17 @@ class ExpandedPrompt:
 
 
 def media_tokens_of(
-    config: Mapping[str, Any], text_of: Callable[[int], str | None], id_of: IdOf, settings: Mapping[str, Any]
+    config: Mapping[str, Any],
+    text_of: Callable[[int], str | None],
+    id_of: IdOf,
+    settings: Mapping[MediaKind, Mapping[str, Any]],
 ) -> MediaTokens:
     """Return the placeholder tokens of a model.
 
     Args:
         text_of: returns the text of a token, None for an unknown token, which is ignored.
         id_of: returns the token of a text, None if there is none.
-        settings: values of the model's processor and of its image processor.
+        settings: values of the model's processors of images and videos, with those of its processor.
 
     Raises ConfigError if a value of the settings is invalid.
     """
@@ -232,8 +243,8 @@ def media_tokens_of(
         token_id = _integer(config, names)
         count = None if by_size else _integer(config, COUNT_NAMES[kind])
         expansion = None
-        if is_family and kind == "image":
-            expansion = expansion_of(config, settings, id_of)
+        if is_family:
+            expansion = expansion_of(kind, config, settings.get(kind, {}), id_of)
         elif token_id is not None and count is not None and 1 <= count <= TOKENS_MAX:
             expansion = _repeated(token_id, count)
         token_id = token_id if expansion is None else expansion.placeholder
@@ -244,7 +255,7 @@ def media_tokens_of(
 
 
 def _repeated(token_id: int, count: int) -> Expansion:
-    return Expansion(token_id, lambda _height, _width: [token_id] * count)
+    return Expansion(token_id, lambda *_: [token_id] * count)
 
 
 def _integer(config: Mapping[str, Any], names: Sequence[str]) -> int | None:

@@ -11,9 +11,11 @@ from vllm.config import ModelConfig
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError
 from vllm.lora.request import LoRARequest
 from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.video import VIDEO_LOADER_REGISTRY
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from forebay.events.media import MediaKind
 from forebay.events.requests import Sampling
 from forebay.workers.engine import AttemptFailed, one_line
 from forebay.workers.engines.loras import LoraAdapter
@@ -26,11 +28,12 @@ if TYPE_CHECKING:
 __all__ = [
     "EngineDeadError",
     "VLLMError",
-    "image_placeholder",
     "lora_request",
+    "placeholder",
     "pooling_params",
     "read_tensor",
     "request_error",
+    "sampled_video",
     "sampling_params",
 ]
 
@@ -59,10 +62,16 @@ def pooling_params() -> PoolingParams:
     return PoolingParams(task="embed")
 
 
-def image_placeholder(model_config: ModelConfig) -> str:
-    """Return a prompt that consists of one image, before the model's processor replaces its placeholder."""
-    text: str = MULTIMODAL_REGISTRY.create_processor(model_config).dummy_inputs.get_dummy_text({"image": 1})
+def placeholder(model_config: ModelConfig, kind: MediaKind) -> str:
+    """Return a prompt that consists of one image or video, before the model's processor replaces its placeholder."""
+    text: str = MULTIMODAL_REGISTRY.create_processor(model_config).dummy_inputs.get_dummy_text({kind: 1})
     return text
+
+
+def sampled_video(content: bytes) -> tuple[Any, dict[str, Any]]:
+    """Return the frames that vLLM's server samples of a video for Qwen2-VL and Qwen2.5-VL, and their metadata."""
+    frames, metadata = VIDEO_LOADER_REGISTRY.load("qwen2_vl").load_bytes(content)
+    return frames, metadata
 
 
 def read_tensor(file: Path, name: str) -> "Array":

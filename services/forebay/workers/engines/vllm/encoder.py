@@ -22,7 +22,7 @@ import msgspec
 from prometheus_client.registry import Collector
 
 from forebay import runtime
-from forebay.events.media import Media
+from forebay.events.media import Media, MediaKind
 from forebay.events.requests import Sampling
 from forebay.workers.engine import EngineError
 from forebay.workers.engines.embedding_cache import EncodedMedia
@@ -31,13 +31,14 @@ from forebay.workers.engines.model_engine import PrefixedMetrics, check_model
 from forebay.workers.engines.settings import EngineSettings
 from forebay.workers.engines.vllm.core import VllmCore, engine_arguments
 from forebay.workers.engines.vllm.engine import VllmEngine, VllmStepStats
-from forebay.workers.engines.vllm.media import ItemMetadata, decoded_image
+from forebay.workers.engines.vllm.media import ItemMetadata, decoded, model_type_of
 from forebay.workers.kv_tiers.identity import default_cache, weights_digest
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 
 EC_TRANSFER = "ec_transfer_config"  # argument of vLLM
 CONNECTOR, DIRECTORY = "ECExampleConnector", "shared_storage_path"
 FILE, TENSOR = "encoder_cache.safetensors", "ec_cache"
+SECONDS = "second_per_grid_ts"  # of a video for Qwen2.5-VL
 SAMPLING = Sampling(max_tokens=1)  # ignored, because nothing is generated
 WARM_UP_SIDE = 64  # pixels
 ENCODE_S = 300.0  # for all images of a request, of which even a CPU encodes one in seconds
@@ -62,7 +63,7 @@ class VllmEncoder:
         self._numbers = itertools.count()
         self._llm: Any = None
         self._calls: Any = None  # module `forebay.workers.engines.vllm.calls`, which imports vLLM
-        self._placeholder = ""
+        self._placeholders: dict[MediaKind, str] = {}
         self._weights = ""
         self._hangs = False
 
@@ -75,9 +76,13 @@ class VllmEncoder:
         asyncio.run_coroutine_threadsafe(self._load(), self._loop).result()
 
     def encode_all(self, media: Sequence[Media]) -> list[EncodedMedia]:
-        """Return the embeddings of images. Raises MediaUnusable if one is invalid or a video, TransferError if not."""
-        images = [decoded_image(one) for one in media]
-        return asyncio.run_coroutine_threadsafe(self._encode_all(images), self._loop).result()
+        """Return the embeddings of images and videos, in order.
+
+        Raises MediaUnusable if one is invalid, or a video of a model without them, TransferError for other failures.
+        """
+        model_type = model_type_of(self._llm.vllm_config.model_config)
+        items = [(one.kind, decoded(one, model_type)) for one in media]
+        return asyncio.run_coroutine_threadsafe(self._encode_all(items), self._loop).result()
 
     async def stop(self) -> None:
         await self._core.stop()
@@ -95,39 +100,39 @@ class VllmEncoder:
             text = f"vLLM runs an encoder in one process, not in {processes}: start more encode workers instead"
             raise EngineError(text)
         self._calls = import_module("forebay.workers.engines.vllm.calls")
-        self._placeholder = await runtime.offload(self._calls.image_placeholder, config.model_config)
         await self._warm_up()
 
     async def _warm_up(self) -> None:
         from PIL import Image  # noqa: PLC0415 - a dependency of vLLM
 
         try:
-            await self._encode(Image.new("RGB", (WARM_UP_SIDE, WARM_UP_SIDE)))
+            await self._encode("image", Image.new("RGB", (WARM_UP_SIDE, WARM_UP_SIDE)))
         except Exception as error:
             raise EngineError(f"vLLM cannot encode an image with this model: {error}") from error
 
-    async def _encode_all(self, images: Sequence[Any]) -> list[EncodedMedia]:
+    async def _encode_all(self, items: Sequence[tuple[MediaKind, Any]]) -> list[EncodedMedia]:
         try:
             async with asyncio.timeout(ENCODE_S):
-                return list(await asyncio.gather(*map(self._encode, images)))
+                return list(await asyncio.gather(*(self._encode(kind, data) for kind, data in items)))
         except TimeoutError:
             self._hangs = True  # so that the worker ends, and other workers get its requests
-            raise TransferError(f"vLLM has not encoded the images within {ENCODE_S:g} s") from None
+            raise TransferError(f"vLLM has not encoded the images and videos within {ENCODE_S:g} s") from None
 
-    async def _encode(self, image: Any) -> EncodedMedia:
-        name = f"image-{next(self._numbers)}"
-        fields = {"multi_modal_data": {"image": [image]}, "multi_modal_uuids": {"image": [name]}}
-        (prompt,) = await self._llm.renderer.render_cmpl_async(
-            [{"prompt": self._placeholder, **fields}], skip_mm_cache=True
-        )
-        (place,) = prompt["mm_placeholders"]["image"]
+    async def _encode(self, kind: MediaKind, data: Any) -> EncodedMedia:
+        if (placeholder := self._placeholders.get(kind)) is None:
+            config = self._llm.vllm_config.model_config
+            placeholder = self._placeholders[kind] = await runtime.offload(self._calls.placeholder, config, kind)
+        name = f"{kind}-{next(self._numbers)}"
+        fields = {"multi_modal_data": {kind: [data]}, "multi_modal_uuids": {kind: [name]}}
+        (prompt,) = await self._llm.renderer.render_cmpl_async([{"prompt": placeholder, **fields}], skip_mm_cache=True)
+        (place,) = prompt["mm_placeholders"][kind]
         if place.is_embed is not None and not bool(place.is_embed.all()):
             # A serving vLLM would need to know which tokens are those of the embeddings.
-            raise TransferError("images of this model have tokens without embeddings; start no encode workers for it")
+            raise TransferError(f"{kind}s of this model have tokens without embeddings; start no encode workers for it")
         limit = self._llm.vllm_config.scheduler_config.max_num_batched_tokens
         if (tokens := len(prompt["prompt_token_ids"])) > limit:
             # vLLM would wait for ever, because an encoder does not split a prompt.
-            raise TransferError(f"an image has {tokens} tokens; --max-num-batched-tokens is {limit}, so increase it")
+            raise TransferError(f"the {kind} has {tokens} tokens; --max-num-batched-tokens is {limit}, so increase it")
         try:
             params = self._calls.sampling_params(SAMPLING)
             last = [output async for output in self._llm.generate(prompt, params, name)][-1]
@@ -135,6 +140,8 @@ class VllmEncoder:
         finally:
             await runtime.offload(shutil.rmtree, self._directory / name, ignore_errors=True)
         found = (last.ec_transfer_params or {}).get(name, {}).get("metadata", {})
+        if kind == "video" and (seconds := prompt["mm_kwargs"][kind][0].get_data().get(SECONDS)) is not None:
+            found = {**found, SECONDS: [float(seconds)]}  # vLLM 0.32 sends the grid alone
         return EncodedMedia(array, msgspec.json.encode(ItemMetadata(self._weights, found)))
 
 

@@ -1,4 +1,4 @@
-"""Prompts with images and videos for vLLM. This module does not import vLLM.
+"""Prompts with images and videos for vLLM. This module imports vLLM only to decode videos.
 
 vLLM's processor replaces one placeholder token per image by as many tokens as the image needs, but the prompt of a
 `WorkItem` already contains all of them. So the tokens of each image are first collapsed to those that vLLM replaces.
@@ -7,13 +7,14 @@ digests, so that the hashes in vLLM's KV events equal `forebay.core.block_hashes
 `enable_mm_embeds=True`.
 
 An encode worker that runs vLLM sends an `ItemMetadata` for each image beside the embeddings. Some models need it: the
-positions of the tokens of a Qwen-VL image depend on its grid of patches.
+positions of the tokens of a Qwen-VL image depend on its grid of patches, and of a Qwen2.5-VL video on its frame rate.
 """
 
 import asyncio
 import contextlib
 import io
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from forebay.workers.kv_transfer.embeddings import Array
 
 
+VIDEO_MODELS = ("qwen2_vl", "qwen2_5_vl")  # for others, an ingress cannot compute the tokens of a video
+
+
 class ItemMetadata(msgspec.Struct, frozen=True):
     """Metadata of the embeddings of one image or video.
 
@@ -39,7 +43,7 @@ class ItemMetadata(msgspec.Struct, frozen=True):
     """
 
     weights: str = ""
-    fields: dict[str, list[int]] = {}
+    fields: dict[str, list[int | float]] = {}
 
 
 async def engine_prompt(
@@ -58,7 +62,7 @@ async def engine_prompt(
     if not config.supports_multimodal_inputs:
         raise AttemptFailed(501, "media_not_supported", "the model of this worker does not support images or videos")
     if embeddings is None:
-        fields = await asyncio.to_thread(raw_prompt, item)
+        fields = await asyncio.to_thread(raw_prompt, item, model_type_of(config))
     else:
         metadata = _metadata(item)
         for theirs in {one.weights for one in metadata} - {""}:
@@ -74,7 +78,7 @@ async def engine_prompt(
     (prompt,) = await llm.renderer.render_cmpl_async([fields], skip_mm_cache=True)
     if (made := prompt["prompt_token_ids"]) != token_ids:
         message = f"vLLM expands the prompt to {len(made)} tokens, the ingress by the model's files to {len(token_ids)}"
-        reason = "the images need the same processor settings in both, or the model's are not supported"
+        reason = "images and videos need the same processor settings in both, or the model's are not supported"
         raise AttemptFailed(501, "media_not_supported", f"{message}; {reason}")
     return dict(prompt)
 
@@ -89,6 +93,10 @@ def _metadata(item: WorkItem) -> list[ItemMetadata]:
     if len(found) not in (0, len(item.media)):
         raise TransferError(f"got metadata for {len(found)} images and videos, expected {len(item.media)}")
     return found or [ItemMetadata()] * len(item.media)
+
+
+def model_type_of(config: Any) -> str:
+    return str(getattr(config.hf_config, "model_type", ""))
 
 
 def _width(config: Any) -> int:
@@ -142,12 +150,15 @@ def embedded_prompt(item: WorkItem, embeddings: "Array", metadata: Sequence[Item
     return _prompt(item, data)
 
 
-def raw_prompt(item: WorkItem) -> dict[str, Any]:
-    """Return the fields of vLLM's `TokensPrompt` for a request with images that vLLM encodes itself.
+def raw_prompt(item: WorkItem, model_type: str) -> dict[str, Any]:
+    """Return the fields of vLLM's `TokensPrompt` for a request with images and videos that vLLM encodes itself.
 
-    Raises MediaUnusable if an image is invalid.
+    Raises MediaUnusable if one is invalid, or the model supports no videos.
     """
-    return _prompt(item, {"image": [decoded_image(one) for one in item.media]})
+    data: dict[str, Any] = {}
+    for one in item.media:
+        data.setdefault(one.kind, []).append(decoded(one, model_type))
+    return _prompt(item, data)
 
 
 def _prompt(item: WorkItem, data: dict[str, Any]) -> dict[str, Any]:
@@ -158,12 +169,23 @@ def _prompt(item: WorkItem, data: dict[str, Any]) -> dict[str, Any]:
     return {"prompt_token_ids": token_ids, "multi_modal_data": data, "multi_modal_uuids": names}
 
 
-def decoded_image(media: Media) -> Any:
-    """Return an image as vLLM's server decodes it. Raises MediaUnusable if it is invalid."""
-    if media.kind != "image":
-        raise MediaUnusable(
-            f"vLLM workers cannot decode the frames of a {media.kind}; use images, or an encoder of your own"
-        )
+def decoded(media: Media, model_type: str) -> Any:
+    """Return an image, or the sampled frames of a video with their metadata, as vLLM's server decodes them.
+
+    Raises MediaUnusable if it is invalid, or a video of a model without them.
+    """
+    if media.kind == "image":
+        return _image(media)
+    if model_type not in VIDEO_MODELS:
+        text = f"vLLM workers decode videos for {', '.join(VIDEO_MODELS)}, not for {model_type}"
+        raise MediaUnusable(f"{text}; use images, or an encoder of your own")
+    try:
+        return import_module("forebay.workers.engines.vllm.calls").sampled_video(media.content)
+    except Exception as error:  # of OpenCV, and several types of vLLM
+        raise MediaUnusable(f"cannot decode a video: {error}") from error
+
+
+def _image(media: Media) -> Any:
     from PIL import Image, ImageOps  # noqa: PLC0415 - an extra
 
     try:

@@ -1,0 +1,69 @@
+"""Videos in `forebay up --engine vllm` with a tiny Qwen2-VL, against vLLM alone."""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from forebay.ingress.model import Model
+from tests.cli.up import FOREBAY, Up
+from tests.engines.vllm_alone import STAND_INS, TOKENS, content, picture, vllm_alone
+from tests.engines.vllm_settings import ARGUMENTS, BLOCK, KV_BLOCKS
+from tests.harness.clips import clip, turned
+
+STARTED_WITHIN_S = 240.0
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("av") is None, reason="the ingress needs PyAV to count frames"),
+]
+
+
+def test_tokens_and_cached_prefixes_are_those_of_vllm_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.harness.models import make_tiny_qwen2_vl  # noqa: PLC0415 - imports torch
+
+    monkeypatch.setenv("PYTHONPATH", str(STAND_INS), prepend=os.pathsep)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # what it has about the model depends on the stand-ins
+    directory = tmp_path / "qwen2-vl"
+    make_tiny_qwen2_vl.write_model(directory)
+    model = Model(directory)
+    short, long = clip(5, bar=90), clip(61, (50, 90), codec="libx264", bar=20)
+    chats = [[short], [long], [picture(60, 130, 80), short], [turned(clip(30, (40, 80)))], [short]]
+    alone = vllm_alone(directory, chats)
+    cached, explained = [], dict[str, Any]()
+    options = ["--engine", "vllm", "--model", str(directory), "--model-name", "tiny", "--log", str(tmp_path / "run.db")]
+    options += ["--block-size", str(BLOCK), "--kv-blocks", str(KV_BLOCKS), "--max-num-seqs", "8"]
+    system = Up(*options, "--engine-args", json.dumps(ARGUMENTS), program=[FOREBAY])
+
+    def ask(parts: list[dict[str, Any]]) -> httpx.Response:
+        body = {"model": "tiny", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        body["messages"] = [{"role": "user", "content": parts}]
+        return httpx.post(f"{system.url}/v1/chat/completions", json=body, timeout=60)
+
+    try:
+        system.wait_ready(STARTED_WITHIN_S)
+        for media, expected in zip(chats, alone, strict=True):
+            answer = ask(content(media)).json()
+            decoder = model.decoder()
+            text = "".join(decoder.push([token]) for token in expected["tokens"])
+            assert (answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"]) == (
+                text,
+                len(expected["prompt"]),
+            )
+            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            explained = httpx.get(f"{system.url}/v1/requests/{answer['id']}/explain", timeout=60).json()
+        truncated = ask(content([short[: len(short) // 2]]))
+        audio = ask([{"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}])
+    finally:
+        system.process.kill()
+        system.process.communicate()
+    # Of another video, only the block before the video is found; of the same one, the block with its tokens too.
+    assert cached == [0, BLOCK, BLOCK, BLOCK, 2 * BLOCK]
+    assert explained["first_token"]["predicted_tokens"] == explained["first_token"]["cached_tokens"] == 2 * BLOCK
+    assert (truncated.status_code, truncated.json()["error"]["code"]) == (400, "not_a_video")
+    assert audio.status_code == 400
+    assert "parts of type input_audio are not supported" in audio.json()["error"]["message"]
