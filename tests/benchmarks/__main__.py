@@ -12,6 +12,7 @@ NAMES = (
     "owner",
     "kafka",
     "replicas",
+    "capacity",
     "gateway",
     "replay",
     "simulate",

@@ -91,7 +91,13 @@ class Run:
 
 @asynccontextmanager
 async def forebay(
-    args: argparse.Namespace, verified: Verified, *, speedup: str = FAST, plan: TopicPlan = PLAN, leader: int = 0
+    args: argparse.Namespace,
+    verified: Verified,
+    *,
+    speedup: str = FAST,
+    plan: TopicPlan = PLAN,
+    leader: int = 0,
+    kv_blocks: int = 65_536,
 ) -> AsyncIterator[System]:
     """Run forebay on fresh topics, and verify its decisions afterwards.
 
@@ -99,7 +105,7 @@ async def forebay(
     """
     namespace = f"bench-{uuid.uuid4().hex[:8]}"
     model = _model_options(args)
-    sizes = ("--kv-blocks", "65536", "--max-num-seqs", "512", "--max-num-batched-tokens", "65536")
+    sizes = ("--kv-blocks", str(kv_blocks), "--max-num-seqs", "512", "--max-num-batched-tokens", "65536")
     engine = ("--speedup", speedup, *sizes)
     names = [f"w{number}" for number in range(WORKERS)]
     with tempfile.TemporaryDirectory() as folder:
