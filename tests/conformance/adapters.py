@@ -144,6 +144,7 @@ VLLM = Adapter(
         f"{EC}.factory": [encoder.CONNECTOR],
         f"{EC}.example_connector": [encoder.DIRECTORY, encoder.FILE, encoder.TENSOR],
         f"{EC}.utils": ["metadata"],
+        "vllm.model_executor.models.qwen2_5_vl": [encoder.SECONDS],
         "vllm.config.ec_transfer": ["ec_producer"],
         "vllm.v1.kv_cache_interface": zmq_wire.MAIN_ATTENTION,
         "vllm.distributed.kv_events": ["GPU", "CPU", "STORAGE"],

@@ -1,4 +1,4 @@
-"""Encode worker that runs vLLM with a tiny Qwen2-VL, for prefill and decode workers on Kafka, against vLLM alone.
+"""Encode worker that runs vLLM with a tiny Qwen2.5-VL, for prefill and decode workers on Kafka, against vLLM alone.
 
 The tests share one cluster and run in order; the last one kills the encode worker.
 """
@@ -29,8 +29,9 @@ WIDE, TALL, TURNED = picture(150, 40, 10), picture(60, 130, 80), picture(150, 40
 CHATS = [[TALL], [WIDE, TALL], [TURNED]]
 HAS_AV = importlib.util.find_spec("av") is not None  # the ingress needs it to count the frames of videos
 if HAS_AV:
-    CLIP = clip(21, (50, 90), bar=120)
+    CLIP = clip(21, (50, 90), rate=1, bar=120)  # at another rate than most, on which the positions of tokens depend
     CHATS += [[CLIP], [WIDE, CLIP]]
+    CHATS[2] += [clip(9, rate=1)]
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -71,8 +72,8 @@ async def images(kafka: str, redis_url: str, tmp_path_factory: pytest.TempPathFa
     from tests.harness.models import make_tiny_qwen2_vl  # noqa: PLC0415 - imports torch
 
     folder = tmp_path_factory.mktemp("vllm-encoder")
-    model = folder / "qwen2-vl"
-    make_tiny_qwen2_vl.write_model(model)
+    model = folder / "qwen2.5-vl"
+    make_tiny_qwen2_vl.write_model(model, "qwen2_5_vl")
     ports = ports_of(ROLES)
     named = ("--model", str(model), "--model-name", MODEL, "--block-size", str(BLOCK))
     arguments = json.dumps(ARGUMENTS)
@@ -119,7 +120,7 @@ async def test_repeated_video_is_encoded_once(images: Images) -> None:
     answer = await images.ask(3, "always")
     assert await images.serving.stages(answer) == [("encode", "e1"), ("prefill", "p1"), ("decode", "d1")]
     done = await images.encoded(answer)
-    assert done.cached == 0 and b"video_grid_thw" in done.encoded.metadata
+    assert done.cached == 0 and b'"second_per_grid_ts":2.' in done.encoded.metadata
     answer = await images.ask(4, "never")
     assert (await images.encoded(answer)).cached == 2
     assert "the embeddings of 2 were in its cache" in await images.explained(answer)

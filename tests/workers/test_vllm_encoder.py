@@ -135,7 +135,7 @@ async def test_videos_are_encoded_with_their_rate_and_cached(
         assert (first.cached, again.cached) == (0, 1)
         assert memory.arrays[again.encoded.descriptor].tolist() == [[7, 8, 9]] * 4 + [[250, 0, 0]] * 4
         of_clip, of_image = msgspec.json.decode(again.encoded.metadata, type=list[ItemMetadata])
-        assert of_clip.fields == {"video_grid_thw": [1, 2, 4], "second_per_grid_ts": [0.5]}
+        assert of_clip.fields == {"video_grid_thw": [1, 2, 4], "second_per_grid_ts": 0.5}
         assert of_image.fields == {"image_grid_thw": [1, 2, 4]}
 
 

@@ -314,10 +314,12 @@ def test_embeddings_with_further_inputs_of_the_model_are_one_array() -> None:
     some = (media(1, 2), media(4, 1))
     item = work_item("r", [5, 99, 99, 6, 99], 3, media=some)
     rows = np.arange(6.0).reshape(3, 2)
-    prompt = embedded_prompt(item, rows, [ItemMetadata("w", {"grid": [1, 2]}), ItemMetadata("w", {"grid": [3, 4]})])
+    prompt = embedded_prompt(
+        item, rows, [ItemMetadata("w", {"grid": [1, 2], "s": 0.5}), ItemMetadata("w", {"grid": [3, 4], "s": 2})]
+    )
     data = prompt["multi_modal_data"]["image"]
     assert data["image_embeds"].tolist() == rows.tolist()
-    assert (data["grid"], prompt["prompt_token_ids"]) == ([[1, 2], [3, 4]], [5, 99, 6, 99])
+    assert (data["grid"], data["s"], prompt["prompt_token_ids"]) == ([[1, 2], [3, 4]], [0.5, 2], [5, 99, 6, 99])
 
 
 def test_images_are_decoded_and_videos_only_for_models_that_sample_frames(monkeypatch: pytest.MonkeyPatch) -> None:

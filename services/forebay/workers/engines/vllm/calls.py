@@ -11,7 +11,7 @@ from vllm.config import ModelConfig
 from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError
 from vllm.lora.request import LoRARequest
 from vllm.multimodal import MULTIMODAL_REGISTRY
-from vllm.multimodal.video import VIDEO_LOADER_REGISTRY
+from vllm.multimodal.video import Qwen2VLVideoBackend
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -70,7 +70,7 @@ def placeholder(model_config: ModelConfig, kind: MediaKind) -> str:
 
 def sampled_video(content: bytes) -> tuple[Any, dict[str, Any]]:
     """Return the frames that vLLM's server samples of a video for Qwen2-VL and Qwen2.5-VL, and their metadata."""
-    frames, metadata = VIDEO_LOADER_REGISTRY.load("qwen2_vl").load_bytes(content)
+    frames, metadata = Qwen2VLVideoBackend.load_bytes(content)
     return frames, metadata
 
 

@@ -141,7 +141,7 @@ class VllmEncoder:
             await runtime.offload(shutil.rmtree, self._directory / name, ignore_errors=True)
         found = (last.ec_transfer_params or {}).get(name, {}).get("metadata", {})
         if kind == "video" and (seconds := prompt["mm_kwargs"][kind][0].get_data().get(SECONDS)) is not None:
-            found = {**found, SECONDS: [float(seconds)]}  # vLLM 0.32 sends the grid alone
+            found = {**found, SECONDS: float(seconds)}  # vLLM 0.32 sends the grid alone
         return EncodedMedia(array, msgspec.json.encode(ItemMetadata(self._weights, found)))
 
 

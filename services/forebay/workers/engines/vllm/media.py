@@ -43,7 +43,7 @@ class ItemMetadata(msgspec.Struct, frozen=True):
     """
 
     weights: str = ""
-    fields: dict[str, list[int | float]] = {}
+    fields: dict[str, list[int] | float] = {}
 
 
 async def engine_prompt(
