@@ -19,7 +19,7 @@ from tests.certificates import original_environment
 from tests.cli.up import Up
 
 ROOT = Path(__file__).parents[1]
-OPTIONAL = {"faust-streaming", "kubernetes", "numpy", "scipy", "torch"}  # packages of extras
+OPTIONAL = {"faust-streaming", "kubernetes", "scipy", "torch"}  # packages of extras
 
 
 def ran(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -103,7 +103,7 @@ def test_an_installed_wheel_serves_from_another_folder_and_names_missing_extras(
     assert "forebay control drain" in output(programs / "forebay", "control", "drain", "--help", cwd=folder)
     row = {"timestamp": 0, "input_length": 10, "output_length": 1, "hash_ids": [0]}
     (folder / "load.jsonl").write_text(json.dumps(row) + "\n")
-    for extra, package, arguments in (("indexer", "faust", ["indexer"]), ("fit", "numpy", ["fit", "run.db"])):
+    for extra, package, arguments in (("indexer", "faust", ["indexer"]), ("fit", "scipy", ["fit", "run.db"])):
         run = ran(programs / "forebay", *arguments, cwd=folder)
         remedy = f"requires the package {package}; install it with: {install_command(extra)}\n"
         assert (run.returncode, run.stderr.endswith(remedy), run.stderr.count("\n")) == (2, True, 1), run.stderr

@@ -15,7 +15,6 @@ from playwright.sync_api import Browser, expect
 from pydantic import BaseModel
 
 from forebay.ingress.kserve.messages import CLASSES, SERVICE
-from tests.cli.in_process import forebay
 from tests.cli.up import ADMIN_TOKEN, Up, running
 from tests.cli.up import forebay as process
 from tests.harness.browser import Opened, visited
@@ -298,5 +297,5 @@ def test_the_kserve_api_is_served_beside_http(tmp_path: Path) -> None:
         contents = {"bytes_contents": [b"Hello"]}
         prompt = {"name": "text_input", "datatype": "BYTES", "shape": [1], "contents": contents}
         answer = infer(request(model_name=MODEL, inputs=[prompt]), timeout=30)
-        explained = forebay("explain", log, answer.id)
+        explained = process("explain", log, answer.id)
     assert f"model {MODEL}, 3 prompt tokens" in explained.stdout, explained.stderr

@@ -55,8 +55,8 @@ _COST_RULE = (
     Replacement(_WORLD, f"\nCORE_VERSION = {CORE_VERSION}  #", f"\nCORE_VERSION = {OTHER_VERSION}  #"),
     Replacement(
         _COST,
-        "[scale * rest for rest in left], decode))",
-        "[scale * rest for rest in left], [blocks + blocks for blocks in decode]))",
+        "np.add(costs, decode, costs)",
+        "np.add(costs, decode + decode, costs)",
     ),
 )
 _JOURNAL_TAG = (
