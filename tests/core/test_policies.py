@@ -88,6 +88,7 @@ def test_a_selection_is_always_a_candidate(costs: list[float], seed: int, temper
 def test_kv_breaks_cost_ties_by_fewest_computed_tokens() -> None:
     seen = world(0, 0, 0, 0, costs=[2.0, 1.0, 1.0, 1.0], computed=[0, 9, 5, 5])
     assert {decide("kv", seen, seed) for seed in SEEDS} == {2, 3}
+    assert (seen.costs, seen.computed_tokens) == ((2.0, 1.0, 1.0, 1.0), (0, 9, 5, 5)), "custom policies read tuples"
     assert decide("kv", world(0, 0, costs=[1.0, 2.0], computed=[9, 0])) == 0
 
 

@@ -31,9 +31,7 @@ class EngineTiming(Protocol):
 
 def prefill_us(new_tokens: int) -> int:
     """Return the microseconds that Dynamo's mocker takes to compute `new_tokens` prompt tokens in one step."""
-    assert new_tokens >= 0
-    if new_tokens == 0:
-        return 0
+    assert new_tokens > 0
     return round((4.209989e-07 * new_tokens * new_tokens + 1.518344e-02 * new_tokens + 16.50142) * US_PER_MS)
 
 

@@ -28,8 +28,7 @@ def ranks_with_room(pool: PoolConfigured, roster: Roster) -> Roster | None:
     active_max, waiting_max = roster.limits(run_ahead)
     columns, slots = roster.columns, roster.slots
     active = columns.active_requests.take(slots)
-    waiting = np.minimum(columns.reported_waiting.take(slots), active)
-    found = ((active < active_max) & (waiting <= waiting_max)).nonzero()[0]
+    found = ((active < active_max) & (columns.waiting.take(slots) <= waiting_max)).nonzero()[0]
     return roster.only(found) if len(found) else None
 
 
@@ -54,8 +53,6 @@ def is_room_reserved(world: World, pool: PoolConfigured) -> bool:
     if not reserved or run_ahead is None:
         return False
     roster = world.roster(pool.pool)
-    if not roster.ranks:
-        return True
     active_max, _ = roster.limits(run_ahead)
     room = np.maximum(active_max - roster.columns.active_requests.take(roster.slots), 0)
     return reserved >= int(room.sum())

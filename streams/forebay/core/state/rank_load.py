@@ -29,15 +29,15 @@ class LoadColumns:
     """What costs read of the loads of all ranks, as one array per number, so that numpy computes all costs at once.
 
     Each rank has a slot, its position in the arrays, until it leaves. The names are those of `RankLoad`, except that
-    `reported_waiting` is 0 without a report, `lower_tier` is a position in `LOWER_TIERS`, and `began_us` is the oldest
-    time of `turnover_us`. Token and block counts are far below 2**53, so that they are exact as floats.
+    `lower_tier` is a position in `LOWER_TIERS`, and `began_us` is the oldest time of `turnover_us`. Token and block
+    counts are far below 2**53, so that they are exact as floats.
     """
 
     prefill_tokens: NDArray[np.float64]
     decode_blocks: NDArray[np.float64]
     active_requests: NDArray[np.int64]
     computed_tokens: NDArray[np.int64]
-    reported_waiting: NDArray[np.int64]
+    waiting: NDArray[np.int64]
     cached_blocks: NDArray[np.int64]
     free_blocks: NDArray[np.int64]
     lower_tier: NDArray[np.int64]
@@ -134,7 +134,7 @@ class RankLoad:
         columns.decode_blocks[slot] = self.decode_blocks
         columns.active_requests[slot] = self.active_requests
         columns.computed_tokens[slot] = self.computed_tokens
-        columns.reported_waiting[slot] = 0 if self.reported is None else self.reported.waiting
+        columns.waiting[slot] = self.waiting
         columns.cached_blocks[slot] = self.cached_blocks
         columns.free_blocks[slot] = self.free_blocks
         columns.lower_tier[slot] = LOWER_TIERS.index(self.next_tier)
