@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from forebay.events.codec import decode, encode
 from forebay.events.control import QueueConfig
@@ -10,10 +11,11 @@ from forebay.events.decisions import OwnerClaimed, RequestRouted
 from forebay.events.fleet import WorkerSuspect
 from forebay.events.requests import RoutingHints
 from forebay.events.topics import DECISIONS, FLEET
-from forebay.replay.at import seek
+from forebay.replay import status
+from forebay.replay.at import last_time, seek
 from forebay.replay.states import States
 from forebay.replay.status import GroupStatus, owner_status, read_status, with_heartbeats
-from forebay.transport.base import Draft
+from forebay.transport.base import Draft, Log
 from forebay.transport.heartbeats import RouterHeartbeats
 from forebay.transport.sqlite.log import SqliteLog
 from tests.harness.memory_log import memory_log
@@ -64,6 +66,20 @@ async def test_an_outage_begins_at_the_previous_claim_and_is_unknown_if_clocks_d
     made = fleet("a")
     made.take_over("second", at_us=1, previous_seen_us=2)
     assert (await read_status(await made.log(), 0, MODEL)).owner.outage_us is None
+
+
+async def test_the_first_decision_may_be_written_while_the_log_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = fleet("a")
+    made.ask("r", [1])
+    log, before = await made.log(), iter([1])
+
+    async def read_too_early(log: Log, partition: int) -> int:
+        return next(before, 0) or await last_time(log, partition)
+
+    expected = await read_status(log, 0, MODEL)
+    monkeypatch.setattr(status, "last_time", read_too_early)
+    assert await read_status(log, 0, MODEL) == expected
+    assert next(before, None) is None, "the time was read"
 
 
 async def test_workers_are_shown_before_the_first_decision() -> None:

@@ -20,7 +20,7 @@ from forebay.core.world import World
 from forebay.events.control import PoolConfigured
 from forebay.events.topics import DECISIONS, INPUTS
 from forebay.journal.snapshots import claim_at
-from forebay.replay.at import last_time, seek_time
+from forebay.replay.at import NoSuchRecord, last_time, seek_time
 from forebay.replay.moment import Fact, RankFacts, ranks_of
 from forebay.replay.states import States
 from forebay.transport.base import Log
@@ -147,7 +147,11 @@ async def read_status(log: Log, partition: int, group: str, custom: CustomPolici
     """
     if not await log.end(DECISIONS.name, partition):
         return await build_status(log, partition, group, World(custom), "log")
-    position = await seek_time(States(log, partition, custom), await last_time(log, partition))
+    states = States(log, partition, custom)
+    try:
+        position = await seek_time(states, await last_time(log, partition))
+    except NoSuchRecord:  # the owner wrote its first decision after `last_time` had read the journal
+        position = await seek_time(states, await last_time(log, partition))
     return await build_status(log, partition, group, position.world, "log")
 
 
