@@ -2,16 +2,14 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from forebay.events.work import WorkItem
 from forebay.runtime.metrics import counter, gauge
-
-if TYPE_CHECKING:
-    from forebay.workers.kv_transfer.embeddings import Array
+from forebay.workers.kv_transfer.embeddings import Array
 
 Key = tuple[str, str, str, int]
 
@@ -22,7 +20,7 @@ class EncodedMedia(NamedTuple):
     `metadata` is a JSON object for the engine that uses the embeddings; empty if the engine needs nothing else.
     """
 
-    embeddings: "Array"
+    embeddings: Array
     metadata: bytes = b""
 
     @property

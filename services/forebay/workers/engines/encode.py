@@ -19,9 +19,10 @@ from functools import cache
 from hashlib import shake_128
 from inspect import iscoroutinefunction
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import msgspec
+import numpy as np
 from prometheus_client.registry import Collector
 
 from forebay.engine_model.model import EngineLoad
@@ -33,12 +34,9 @@ from forebay.runtime.errors import ConfigError, install_command
 from forebay.workers.engine import AttemptFailed, EngineBatch, EngineError, EngineRefused, Failed, MediaEncoded, Publish
 from forebay.workers.engines.embedding_cache import EmbeddingCache, EncodedMedia, cache_keys
 from forebay.workers.engines.settings import EMBEDDING_CACHE_BYTES
-from forebay.workers.kv_transfer.embeddings import ARENA_BYTES, LEASE_S, EmbeddingTransfer
+from forebay.workers.kv_transfer.embeddings import ARENA_BYTES, LEASE_S, Array, EmbeddingTransfer
 from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name, load_nixl
 from forebay.workers.service import run_target
-
-if TYPE_CHECKING:
-    from forebay.workers.kv_transfer.embeddings import Array
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +64,7 @@ class Encoder(Protocol):
     def load(self) -> None:
         """Prepare the encoder, for example load weights. Any exception ends the worker at its start."""
 
-    def encode_all(self, media: Sequence[Media]) -> "Array | list[EncodedMedia]":
+    def encode_all(self, media: Sequence[Media]) -> Array | list[EncodedMedia]:
         """Return the embeddings of images and videos, in order, of shape [placeholder tokens, width].
 
         The embeddings may be one array, or an array with metadata for each image or video. Those of one image may
@@ -102,42 +100,35 @@ class StandInEncoder:
     """
 
     def load(self) -> None:
-        """Check that numpy and Pillow are installed. Raises EngineError if one is missing."""
+        """Check that Pillow is installed. Raises EngineError if it is missing."""
         try:
-            import numpy  # noqa: F401, PLC0415 - an extra
             import PIL.Image  # noqa: F401, PLC0415 - an extra
         except ImportError as error:
-            text = f"the stand-in encoder needs numpy and Pillow ({error}): {install_command('media')}"
+            text = f"the stand-in encoder needs Pillow ({error}): {install_command('media')}"
             raise EngineError(text) from error
 
-    def encode(self, media: Media) -> "Array":
+    def encode(self, media: Media) -> Array:
         """Return the embeddings of one image or video, of shape [placeholder tokens, WIDTH].
 
         Raises MediaUnusable if the image is invalid.
         """
-        import numpy as np  # noqa: PLC0415 - an extra
-
         pixels = _pixels(media.content) if media.kind == "image" else shake_128(media.content).digest(PIXELS)
         seen = np.frombuffer(pixels, dtype=np.uint8).astype(np.int32)
         shifted = np.stack([np.roll(seen, at) for at in range(media.tokens)])
         # Integers that float32 represents exactly, so rounding is the same on every machine.
         return (shifted @ _weights()).astype(np.float32)
 
-    def encode_all(self, media: Sequence[Media]) -> "Array":
+    def encode_all(self, media: Sequence[Media]) -> Array:
         """Return the embeddings of several images and videos, in order, of shape [placeholder tokens, WIDTH].
 
-        Raises MediaUnusable if an image is invalid, EngineError if numpy or Pillow is not installed.
+        Raises MediaUnusable if an image is invalid, EngineError if Pillow is not installed.
         """
         self.load()
-        import numpy as np  # noqa: PLC0415 - an extra
-
         return np.concatenate([self.encode(one) for one in media])
 
 
 @cache
-def _weights() -> "Array":
-    import numpy as np  # noqa: PLC0415 - an extra
-
+def _weights() -> Array:
     draw = np.random.Generator(np.random.PCG64(WEIGHTS_SEED))
     return draw.integers(-WEIGHT_MAX, WEIGHT_MAX, (PIXELS, WIDTH), dtype=np.int32)
 
@@ -283,8 +274,6 @@ class EncodeEngine:
         return EngineBatch(rank=item.rank, load=self._load(), failed=failed, encoded=encoded)
 
     async def _encoded(self, item: WorkItem) -> MediaEncoded:
-        import numpy  # noqa: PLC0415 - an extra
-
         generation, loop = self._generation, asyncio.get_running_loop()
         parts, cached = await loop.run_in_executor(self._thread, self._embeddings, item)
         if generation != self._generation:
@@ -292,7 +281,7 @@ class EncodeEngine:
         if self._offers is None:
             name = agent_name(self._worker_id)
             self._offers = EmbeddingTransfer(name, arena_bytes=self._arena_bytes, lease_s=self._lease_s)
-        encoded = await self._offers.offer(numpy.concatenate([part.embeddings for part in parts]))
+        encoded = await self._offers.offer(np.concatenate([part.embeddings for part in parts]))
         if any(part.metadata for part in parts):
             metadata = msgspec.json.encode([msgspec.Raw(part.metadata or b"{}") for part in parts])
             encoded = msgspec.structs.replace(encoded, metadata=metadata)
@@ -317,14 +306,12 @@ class EncodeEngine:
             self._offers = None
 
 
-def _parts(encoded: "Array | list[EncodedMedia]", media: Sequence[Media]) -> list[EncodedMedia]:
+def _parts(encoded: Array | list[EncodedMedia], media: Sequence[Media]) -> list[EncodedMedia]:
     """Return the result of an encoder for each image and video. Raises TransferError if the result is invalid."""
-    import numpy  # noqa: PLC0415 - an extra
-
     rows = [one.tokens for one in media]
     if not isinstance(encoded, list):
         _check_rows(encoded, sum(rows))
-        return [EncodedMedia(part) for part in numpy.split(encoded, list(accumulate(rows[:-1])))]
+        return [EncodedMedia(part) for part in np.split(encoded, list(accumulate(rows[:-1])))]
     if len(encoded) != len(rows) or not all(isinstance(part, EncodedMedia) for part in encoded):
         raise TransferError(f"the encoder returned a list, expected a numpy array or {len(rows)} EncodedMedia")
     for part, tokens in zip(encoded, rows, strict=True):
@@ -332,10 +319,8 @@ def _parts(encoded: "Array | list[EncodedMedia]", media: Sequence[Media]) -> lis
     return encoded
 
 
-def _check_rows(array: "Array", rows: int) -> None:
-    import numpy  # noqa: PLC0415 - an extra
-
-    if not isinstance(array, numpy.ndarray):
+def _check_rows(array: Array, rows: int) -> None:
+    if not isinstance(array, np.ndarray):
         raise TransferError(f"the encoder returned a {type(array).__name__}, expected a numpy array")
     if array.ndim != 2 or len(array) != rows:
         shape = " x ".join(map(str, array.shape))

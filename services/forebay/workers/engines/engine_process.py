@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, get_args
+from typing import IO, Any, get_args
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -40,10 +40,8 @@ from forebay.events.work import WorkItem
 from forebay.runtime.metrics import collector
 from forebay.workers.engine import CacheChange, Cleared, EngineBatch, EngineError, EngineRefused, KvEngine, Publish
 from forebay.workers.engines.settings import EngineSettings
+from forebay.workers.kv_transfer.embeddings import Array
 from forebay.workers.runtime.media_feed import MediaEngine
-
-if TYPE_CHECKING:
-    from forebay.workers.kv_transfer.embeddings import Array
 
 logger = logging.getLogger(__name__)
 
@@ -256,7 +254,7 @@ class EngineProcess:
 
 
 class _MediaProcess(EngineProcess):
-    def submit_embedded(self, item: WorkItem, embeddings: "Array") -> None:
+    def submit_embedded(self, item: WorkItem, embeddings: Array) -> None:
         self._send("submit_embedded", item, embeddings)
 
 

@@ -10,17 +10,14 @@ A decode worker ignores images, videos and embeddings, because the KV that its e
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from forebay.events.base import U32_BYTES
 from forebay.events.transfer import Prefilled
 from forebay.events.work import WorkItem
 from forebay.workers.engine import AttemptFailed, Engine, EngineError, KvEngine
-from forebay.workers.kv_transfer.embeddings import EmbeddingTransfer
+from forebay.workers.kv_transfer.embeddings import Array, EmbeddingTransfer
 from forebay.workers.kv_transfer.nixl_agent import TransferError, agent_name
-
-if TYPE_CHECKING:
-    from forebay.workers.kv_transfer.embeddings import Array
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +29,7 @@ OnFailed = Callable[[WorkItem, AttemptFailed | TransferError], None]
 class MediaEngine(Protocol):
     """Engine that accepts images and videos, either as bytes (`Engine.submit`) or as embeddings."""
 
-    def submit_embedded(self, item: WorkItem, embeddings: "Array") -> None:
+    def submit_embedded(self, item: WorkItem, embeddings: Array) -> None:
         """Queue a request with embeddings: one row per placeholder token, in the order of `item.media`."""
 
 

@@ -7,7 +7,7 @@ prefill and decode have KV of real bytes where NIXL transfers them, and KV tiers
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, assert_never
+from typing import assert_never
 
 import msgspec
 from prometheus_client.registry import Collector
@@ -29,9 +29,7 @@ from forebay.workers.engines.settings import LORA_SLOTS
 from forebay.workers.kv_tiers.metrics import tier_metrics
 from forebay.workers.kv_tiers.settings import TierSettings
 from forebay.workers.kv_transfer.api import NIXL, Stats
-
-if TYPE_CHECKING:
-    from forebay.workers.kv_transfer.embeddings import Array
+from forebay.workers.kv_transfer.embeddings import Array
 
 
 class MockLoras(msgspec.Struct, frozen=True):
@@ -140,7 +138,7 @@ class MockEngine:
         else:
             self._submit(item, 0)
 
-    def submit_embedded(self, item: WorkItem, embeddings: "Array") -> None:
+    def submit_embedded(self, item: WorkItem, embeddings: Array) -> None:
         """Queue an item with the embeddings of its media. The output tokens depend on every byte of the embeddings."""
         self._submit(item, xxh3_64_intdigest(embeddings.tobytes()))
 

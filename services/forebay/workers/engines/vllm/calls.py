@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from safetensors.torch import load_file
@@ -21,9 +21,7 @@ from forebay.workers.engine import AttemptFailed, one_line
 from forebay.workers.engines.loras import LoraAdapter
 from forebay.workers.engines.vllm.requests import sampling_arguments, structured_arguments
 from forebay.workers.engines.vllm.tiers.configuration import HINTS, RequestHints
-
-if TYPE_CHECKING:
-    from forebay.workers.kv_transfer.embeddings import Array
+from forebay.workers.kv_transfer.embeddings import Array
 
 __all__ = [
     "EngineDeadError",
@@ -74,7 +72,7 @@ def sampled_video(content: bytes) -> tuple[Any, dict[str, Any]]:
     return frames, metadata
 
 
-def read_tensor(file: Path, name: str) -> "Array":
+def read_tensor(file: Path, name: str) -> Array:
     """Return a tensor in a file as float32, because numpy has no bfloat16."""
     array: Array = load_file(file)[name].float().numpy()
     return array

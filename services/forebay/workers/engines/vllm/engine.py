@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from prometheus_client.registry import Collector
@@ -46,11 +46,9 @@ from forebay.workers.kv_events.zmq_wire import VllmDecoder
 from forebay.workers.kv_tiers.identity import default_cache, weights_digest
 from forebay.workers.kv_tiers.metrics import TierCounters, tier_metrics
 from forebay.workers.kv_tiers.settings import TierSettings
+from forebay.workers.kv_transfer.embeddings import Array
 from forebay.workers.kv_transfer.nixl_agent import TransferError
 from forebay.workers.runtime.rank_buffer import RankBuffer
-
-if TYPE_CHECKING:
-    from forebay.workers.kv_transfer.embeddings import Array
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +185,7 @@ class VllmEngine(ModelEngine):
         async for _ in outputs:
             pass
 
-    def submit_embedded(self, item: WorkItem, embeddings: "Array") -> None:
+    def submit_embedded(self, item: WorkItem, embeddings: Array) -> None:
         """Start a request with embeddings: one row per placeholder token, in the order of `item.media`."""
         self._begin(item, partial(self._run_request, embeddings=embeddings))
 
@@ -259,7 +257,7 @@ class VllmEngine(ModelEngine):
         raise EngineRefused(f"cannot clear the prefix cache: {reason}")
 
     async def _run_request(
-        self, item: WorkItem, prompt: Any, rank: RankBuffer, embeddings: "Array | None" = None
+        self, item: WorkItem, prompt: Any, rank: RankBuffer, embeddings: Array | None = None
     ) -> None:
         if item.task == "generate":
             try:

@@ -15,9 +15,10 @@ import contextlib
 import io
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from forebay.events.base import unpack_u32
 from forebay.events.media import Media
@@ -25,11 +26,8 @@ from forebay.events.work import WorkItem
 from forebay.workers.engine import AttemptFailed
 from forebay.workers.engines.encode import MediaUnusable
 from forebay.workers.engines.vllm.requests import prompt_of
+from forebay.workers.kv_transfer.embeddings import Array
 from forebay.workers.kv_transfer.nixl_agent import TransferError
-
-if TYPE_CHECKING:
-    from forebay.workers.kv_transfer.embeddings import Array
-
 
 VIDEO_MODELS = ("qwen2_vl", "qwen2_5_vl")  # for others, an ingress cannot compute the tokens of a video
 
@@ -47,7 +45,7 @@ class ItemMetadata(msgspec.Struct, frozen=True):
 
 
 async def engine_prompt(
-    llm: Any, item: WorkItem, embeddings: "Array | None", weights: Callable[[], str]
+    llm: Any, item: WorkItem, embeddings: Array | None, weights: Callable[[], str]
 ) -> dict[str, Any]:
     """Return the prompt of a request in vLLM's format.
 
@@ -128,7 +126,7 @@ def collapsed(token_ids: Sequence[int], media: Sequence[Media]) -> list[int]:
     return [*found, *token_ids[end:]]
 
 
-def embedded_prompt(item: WorkItem, embeddings: "Array", metadata: Sequence[ItemMetadata]) -> dict[str, Any]:
+def embedded_prompt(item: WorkItem, embeddings: Array, metadata: Sequence[ItemMetadata]) -> dict[str, Any]:
     """Return the fields of vLLM's `TokensPrompt` for a request with the embeddings of all its media.
 
     The embeddings have the shape [placeholder tokens, width]. The values of `multi_modal_data` are lists of numpy
@@ -144,9 +142,7 @@ def embedded_prompt(item: WorkItem, embeddings: "Array", metadata: Sequence[Item
         for name, value in described.fields.items():
             fields.setdefault(one.kind, {}).setdefault(name, []).append(value)
     for kind, further in fields.items():
-        import numpy  # noqa: PLC0415 - an extra
-
-        data[kind] = {f"{kind}_embeds": numpy.concatenate(data[kind]), **further}
+        data[kind] = {f"{kind}_embeds": np.concatenate(data[kind]), **further}
     return _prompt(item, data)
 
 
