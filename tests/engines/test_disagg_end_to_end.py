@@ -86,7 +86,8 @@ async def test_disagg_processes_prefill_and_decode(serving: Serving, oracle: Tra
 
     counted = lambda: serving.metric("d1", "vllm:nixl_bytes_transferred_sum")  # noqa: E731
     await serving.cluster.until("vLLM counts them", counted, lambda found: found == moved - shared * block_bytes)
-    assert await serving.metric("p1", "vllm:generation_tokens_total") >= len(prompts)
+    generated = lambda: serving.metric("p1", "vllm:generation_tokens_total")  # noqa: E731
+    await serving.cluster.until("vLLM counts its tokens", generated, lambda found: found >= len(prompts))
 
 
 async def test_disagg_response_equals_the_aggregated_one(serving: Serving, oracle: Transformers, model: Path) -> None:
