@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any, cast
 
@@ -18,8 +17,7 @@ from forebay.core.routing.plan import Plan, StageCandidates
 from forebay.core.routing.policies import BUILT_IN
 from forebay.core.selection.counterfactual import counterfactual
 from forebay.core.selection.evaluation import demand_of, find_overlaps
-from forebay.core.state.rank_load import LoadColumns
-from forebay.core.state.roster import Roster
+from forebay.core.state.rank_load import LOWER_TIERS, LoadColumns
 from forebay.core.step import CLOCK, InputEvent, advance
 from forebay.core.world import World
 from forebay.events.base import pack_u64
@@ -169,6 +167,7 @@ def ask_alternatives(world: World, router: dict[str, Any]) -> list[tuple[str, bo
         assert (same.agrees, same.regret_blocks, same.refusal) == (True, 0.0, None)
         assert same.overlap_blocks == same.history_overlap_blocks
         assert cost_by_rank(world, plan).digest() == plan.table.digest()
+        assert_columns_equal_loads(world)
         plans.append((plan.request.request_id, same.would_hold))
         changed = msgspec.structs.replace(plan.pool.router, **router)
         counterfactual(world, msgspec.structs.replace(plan.pool, router=changed), plan)
@@ -178,18 +177,19 @@ def ask_alternatives(world: World, router: dict[str, Any]) -> list[tuple[str, bo
 
 
 def cost_by_rank(world: World, plan: Plan) -> CostTable:
-    """Compute the table of a plan with loads copied from each rank, and with overlaps by rank instead of masks."""
+    """Compute the table of a plan with overlaps by rank instead of masks."""
     candidates = StageCandidates(plan.stage, plan.pool, plan.roster, plan.request, plan.attempt)
     overlaps = find_overlaps(world, plan.pool, plan.request.blocks)
     demand = msgspec.structs.replace(demand_of(world, candidates, plan.config), cached=(), overlaps=overlaps)
-    blocks = plan.request.blocks if plan.config.track_active_blocks and plan.config.assume_kv_reuse else ()
-    depths = depths_by_rank(world.load, blocks)
-    copied = LoadColumns()
-    ranks = [replace(candidate, load=replace(candidate.load)) for candidate in plan.roster.ranks]
-    for candidate in ranks:
-        candidate.load.enter(copied)
-    demand = msgspec.structs.replace(demand, active=[(1 << one.load.slot, depths.get(one.key, 0)) for one in ranks])
-    return cost_table(plan.config, plan.pool.block_size, Roster(ranks), demand)
+    return cost_table(plan.config, plan.pool.block_size, plan.roster, demand)
+
+
+def assert_columns_equal_loads(world: World) -> None:
+    for load in world.load.ranks():
+        found = {name: getattr(load.columns, name)[load.slot] for name in LoadColumns.__annotations__}
+        tier = LOWER_TIERS[found.pop("lower_tier")]
+        assert (tier, found.pop("began_us")) == (load.next_tier, load.turnover_us[0])
+        assert found == {name: getattr(load, name) for name in found}
 
 
 def assert_requests_end_once(drive: Careful) -> None:
